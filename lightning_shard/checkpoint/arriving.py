@@ -9,10 +9,9 @@ A message is full whatever tensors begin or end in it, and the next ones are on 
 """
 
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import groupby
 from math import prod
-from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -31,12 +30,7 @@ _AHEAD = 2  # messages of a peer on their way, next to the one that is being rea
 
 
 class SlicedTensor(NamedTuple):
-    """A full tensor of which each rank of a group has a slice, one behind the other.
-
-    Attributes:
-        numels: Number of elements of each rank's slice, in rank order.
-        own: This rank's slice, of any shape; None where it has zeros, or nothing.
-    """
+    """A full tensor cut over a group's ranks, in order; `own` is None for zeros, or nothing."""
 
     shape: Sequence[int]
     dtype: torch.dtype
@@ -45,12 +39,7 @@ class SlicedTensor(NamedTuple):
 
 
 class ArrivingTensor:
-    """A full tensor, only good until the next one is asked for.
-
-    Attributes:
-        parts: The bytes of its elements in order, to run through once: uint8, 1-D, each part only
-            good until the next.
-    """
+    """A full tensor, only good until the next one is asked for, as is each part of it."""
 
     def __init__(
         self,
@@ -87,29 +76,37 @@ class ArrivingTensor:
 def arriving(
     tensors: Sequence[SlicedTensor], group: Collectives, device: torch.device
 ) -> Iterator[ArrivingTensor]:
-    """Bring tensors to rank 0 of a group, one after the other; each rank must run through it.
-
-    On other ranks, which send theirs, the tensors have no elements.
-    """
+    """Bring tensors to rank 0 of a group, which alone gets their elements; each rank must run."""
     if group.rank == 0:
         yield from _received(tensors, group, device)
     else:
         yield from _sent(tensors, group, device)
 
 
-def arriving_in_runs(
-    tensors: Sequence[tuple[Collectives, SlicedTensor | None]], device: torch.device
-) -> Iterator[ArrivingTensor | None]:
-    """Bring tensors to rank 0 of each one's group; each rank must run through it.
+def arriving_of(
+    params: Sequence[nn.Parameter],
+    sliced: Callable[[int, Collectives], SlicedTensor | None],
+    alone: Callable[[int], Tensor],
+    engine: DataParallelEngine,
+) -> Iterator[tuple[int, ArrivingTensor]]:
+    """Bring a tensor of each parameter to the rank that writes, with its number; each must call.
 
-    A message holds neighbours with the same group alone: a rank may have to exchange one tensor
-    with ranks of its group before it comes to the next of another group.
+    `sliced` returns what lies on ranks of a group; where that is None, `alone` what is here.
     """
-    for group, run in groupby(tensors, key=itemgetter(0)):
-        ones = [one for _, one in run]
-        coming = arriving([one for one in ones if one is not None], group, device)
-        for one in ones:
-            yield None if one is None else next(coming)
+    every = [ranks_of(param, engine.groups, engine.split) for param in params]
+    # A message holds neighbours with the same group alone: a rank may have to exchange one tensor
+    # with ranks of its group before it comes to the next of another group.
+    for group, numbers in groupby(range(len(params)), key=lambda number: every[number].shard):
+        slices = {number: sliced(number, group) for number in numbers}
+        coming = arriving([one for one in slices.values() if one is not None], group, engine.device)
+        for number, one in slices.items():
+            full = ArrivingTensor.here(alone(number)) if one is None else next(coming)
+            param = params[number]
+            is_spread = bool(engine.split.groups) and engine.split.is_spread(param)
+            if is_spread and every[number].dp.rank == 0:
+                full = ArrivingTensor.here(engine.split.full(param, full.tensor()))
+            if engine.is_first:
+                yield number, full
         for _ in coming:  # to its end
             pass
 
@@ -271,19 +268,12 @@ def full_parameters(
     params = [param for param in engine.model.parameters() if param not in without]
     held = {param for flat in engine.flats for param in flat.params}
     take_in_edits(engine)
-    ranks = [ranks_of(param, engine.groups, engine.split) for param in params]
-    slices = [
-        _sliced(param, engine, own.shard) if param in held else None
-        for param, own in zip(params, ranks, strict=True)
-    ]
-    having = [one.shard for one in ranks]
-    arrived = arriving_in_runs(list(zip(having, slices, strict=True)), engine.device)
-    for param, own, full in zip(params, ranks, arrived, strict=True):
-        full = ArrivingTensor.here(param.data) if full is None else full
-        if own.dp.rank == 0:
-            full = of_split(param, full, engine)
-        if engine.is_first:
-            yield param, full
+
+    def sliced(number: int, ranks: Collectives) -> SlicedTensor | None:
+        return _sliced(params[number], engine, ranks) if params[number] in held else None
+
+    for number, full in arriving_of(params, sliced, lambda at: params[at].data, engine):
+        yield params[number], full
 
 
 def take_in_edits(engine: DataParallelEngine) -> None:
@@ -313,22 +303,10 @@ def slices_of(
     *,
     elements: int = 1,
 ) -> SlicedTensor:
-    """Return a tensor that is cut as a parameter is; without `own` this rank has nothing of it.
-
-    Each of its elements stands for so many `elements` of the parameter's, in blocks.
-    """
+    """Return a tensor cut as a parameter is, with an element for so many of the parameter's."""
     slot, shards = flat.layout.slots[index], range(flat.layout.num_shards)
     numels = [-(-flat.layout.shard_slice(slot, shard).numel // elements) for shard in shards]
     numels += [0] * (ranks.size - len(numels))  # one rank stands for all that have everything
     has_slice = own is not None and numels[ranks.rank] > 0
     shape = slot.shape if elements == 1 else (sum(numels),)
     return SlicedTensor(shape, dtype, numels, own if has_slice else None)
-
-
-def of_split(
-    param: nn.Parameter, full: ArrivingTensor, engine: DataParallelEngine
-) -> ArrivingTensor:
-    """Return a full tensor from those of the ranks that split the model; each of them must call."""
-    if not engine.split.groups or not engine.split.is_spread(param):
-        return full
-    return ArrivingTensor.here(engine.split.full(param, full.tensor()))

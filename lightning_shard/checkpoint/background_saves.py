@@ -89,12 +89,7 @@ class BoxSavePlanner(DefaultSavePlanner):
 
 
 class _Plan(NamedTuple):
-    """What one rank keeps of a plan that all have made.
-
-    Attributes:
-        final: What this rank writes.
-        metadata: What the index of the folder says of tensors; on rank 0.
-    """
+    """What one rank keeps of a plan that all have made: what it writes, and rank 0's index."""
 
     local: SavePlan
     final: SavePlan
@@ -114,21 +109,17 @@ class SavePlans:
         self._group: Collectives | None = None
         self._kept: dict[int, _Plan] = {}  # by number
 
-    @property
-    def latest(self) -> _Plan:
-        """The plan of the save that is made or chosen last."""
-        return [*self._kept.values()][-1]
-
     def numbers_of(self, local: SavePlan, group: Collectives | None) -> set[int]:
         """Return the numbers of the plans with this local plan; other ranks may have changed."""
         is_same = group is self._group
         return {number for number, one in self._kept.items() if is_same and one.local == local}
 
-    def choose(self, number: int) -> None:
+    def choose(self, number: int) -> _Plan:
         """Take up a plan that is kept; each rank must, with the same number."""
         self._kept[number] = self._kept.pop(number)
+        return self._kept[number]
 
-    def make(self, local: SavePlan, planner: SavePlanner, group: Collectives | None) -> None:
+    def make(self, local: SavePlan, planner: SavePlanner, group: Collectives | None) -> _Plan:
         """Plan with the other ranks, each of which must call."""
         if group is not self._group:
             self._kept.clear()
@@ -150,6 +141,7 @@ class SavePlans:
         final = planner.finish_plan(plans[0 if group is None else group.rank])
         self.num_made, self._group = self.num_made + 1, group
         self._kept[self.num_made] = _Plan(local, final, metadata)
+        return self._kept[self.num_made]
 
 
 def _global(
@@ -175,13 +167,7 @@ class StagedItems:
     """What one rank writes, as it was when this was made, copied into memory that `buffers` lends.
 
     Each copy is at a multiple of 64 bytes, and has a storage of its own size: a view would be
-    written with all of the buffer. Without buffers nothing is copied: the items are written as they
-    are then.
-
-    Attributes:
-        num_bytes: Bytes of all copied tensors.
-        num_written: Bytes of those that the writer has asked for.
-        cancelled: Once set, the writer ends at the next item.
+    written with all of the buffer. Without buffers the items are written as they are then.
     """
 
     def __init__(
@@ -293,9 +279,6 @@ class UnfinishedFolder:
     write          this rank's file, and on rank 0 meta.pt: in the thread
     link           the same where another folder has the same elements: one file with two names
     complete       index, checksums and the folder's name: in rank 0's thread
-
-    `copies` says whether what Lightning keeps besides is pickled as it is now, in memory; a new
-    edition of a remote folder gets a name of its own where none is given.
     """
 
     def __init__(
@@ -317,8 +300,7 @@ class UnfinishedFolder:
             made: tuple[OpenFolder | None, str] = None, ""
             if self._rank == 0:
                 made = self._made(saved, stack, copies=copies, edition=edition)
-            self._begin(made, saved.state, collectives, plans)
-            _, final, self._metadata = plans.latest
+            _, final, self._metadata = self._begin(made, saved.state, collectives, plans)
             self._items = final.items
             self.staged = staging(final.items, self._planner.resolve_data)
             self._place = stack.pop_all()
@@ -329,7 +311,7 @@ class UnfinishedFolder:
         state: Mapping[str, Any],
         collectives: Collectives | None,
         plans: SavePlans,
-    ) -> None:
+    ) -> _Plan:
         """Agree on the folder that rank 0 has made, and on what each rank writes."""
         local, failure = self._local_plan(state)
         known = set[int]() if local is None else plans.numbers_of(local, collectives)
@@ -344,9 +326,8 @@ class UnfinishedFolder:
             raise CheckpointError(explained(failed))
         self._folder = folder
         if standing := known.intersection(*(numbers for _, numbers, _ in told)):
-            plans.choose(max(standing))
-        else:
-            plans.make(local, self._planner, collectives)
+            return plans.choose(max(standing))
+        return plans.make(local, self._planner, collectives)
 
     def _local_plan(self, state: Mapping[str, Any]) -> tuple[SavePlan | None, str]:
         """Return what there is to write on this rank, or None and why nobody can tell."""
@@ -448,10 +429,7 @@ class _AtOnce(Executor):
 
 
 class SaveInFlight:
-    """A checkpoint that is copied, then written; collective, with one path.
-
-    Without buffers to copy to it is written by the ranks' own threads, where they call.
-    """
+    """A checkpoint that is copied, or without buffers is not, then written; collective."""
 
     def __init__(
         self,
@@ -487,14 +465,7 @@ class SaveInFlight:
         return [folder.path for folder in self._folders]
 
     def join(self, saved: ToSave) -> bool:
-        """Have a second folder of the same elements written along; each rank must call.
-
-        Returns:
-            Whether it will be. If not, some rank has other elements than before; `meta` may differ.
-
-        Raises:
-            CheckpointError: Some rank could not begin.
-        """
+        """Have a second folder of the same elements written along, if it can be; each must call."""
         if self._is_placing or os.fspath(saved.path) in map(os.fspath, self.paths):
             return False
         if not on_one_filesystem(saved.path, self.paths[0]):
@@ -549,10 +520,7 @@ class SaveInFlight:
         return False
 
     def finish(self, tell: Callable[[int], None] = lambda _: None) -> None:
-        """Wait until the checkpoint is complete; each rank must call.
-
-        `tell` is told at times how many bytes of this rank's are written.
-        """
+        """Wait until the checkpoint is complete, telling bytes written; each rank must call."""
         while True:
             while wait(self._jobs, _POLL_SECONDS).not_done:
                 tell(self.staged.num_written)
@@ -649,18 +617,7 @@ class BackgroundSaves:
         *,
         step: int | None,
     ) -> None:
-        """Write a folder now, or copy it for `start`; each rank of the group must call.
-
-        Args:
-            path: Local, or any path of fsspec's.
-            state: What this rank has: boxes, tensors and values.
-            meta: Lightning's other entries, on rank 0 alone.
-            collectives: All ranks that write; None where one has everything.
-            step: Step of the fit, which goes on meanwhile; None writes the folder now.
-
-        Raises:
-            CheckpointError: Some rank could not write, or could not finish the save before.
-        """
+        """Write a folder now, or where `step` is told copy it for `start`; each rank must call."""
         if step is None or not self._is_open:
             self.finish()
             write_folder(path, state, meta, collectives, self._plans)
@@ -715,10 +672,7 @@ class BackgroundSaves:
         return int(flag)
 
     def end(self, error: BaseException, *, is_common: bool) -> None:
-        """Close before callbacks hear of an exception, which notes what becomes of the last save.
-
-        `is_common` says whether all ranks have raised at the same place, and call this, too.
-        """
+        """Close before callbacks hear of an exception, `is_common` to all ranks or not."""
         self.close()
         if not is_common:
             if self._in_flight is not None:
@@ -760,10 +714,7 @@ class BackgroundSaves:
         return self._in_flight is not None
 
     def remove_later(self, path: Any, remove: Callable[[Any], None]) -> bool:
-        """Remove a checkpoint once the save in flight is complete; False if there is none.
-
-        Until then it may be the last one. A thread of rank 0's does it, which is no rank.
-        """
+        """Remove a checkpoint once the save in flight is complete; False if there is none."""
         if not self.once_complete(lambda: remove(path)):
             return False
         self._to_remove = {*self._to_remove, os.fspath(path)}

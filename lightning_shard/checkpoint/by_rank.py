@@ -72,19 +72,7 @@ def gather_entries(
     device: torch.device,
     file: StreamedFile | None = None,
 ) -> dict[str, Any]:
-    """Bring the entries of all ranks together on rank 0, on the CPU; each rank must call.
-
-    Args:
-        own: This rank's entry.
-        mesh: The mesh of the run, whose ranks are those of `collectives`.
-        collectives: Group of all ranks.
-        device: Device over which tensors travel.
-        file: What is written: tensors come while it is, until when each rank must keep its entry
-            as it is. None brings them at once.
-
-    Returns:
-        On rank 0 the entries of the section, the mesh among them; {} on other ranks.
-    """
+    """Bring all ranks' entries to rank 0's CPU, with a `file` while it is written; collective."""
     told, places = _told(own, collectives)
     coming = zip(places, _arriving(own, told, collectives, device), strict=True)
     if file is not None:

@@ -47,12 +47,9 @@ _TORCH_REPORTS = "Error(s) in loading state_dict"
 
 
 def full_module_state(module: nn.Module, engine: DataParallelEngine) -> dict[str, Any]:
-    """Return the module's `state_dict` with full parameters; each rank must call.
+    """Return the module's `state_dict`, full on rank 0's CPU; each rank must call.
 
-    Returns:
-        On rank 0 every entry, on the CPU, parameters in the optimizer's format. On other ranks the
-        same entries: with the module's own tensors where each rank has full parameters anyway, up
-        to stage 2; else without elements, see `module_shapes`.
+    On other ranks parameters are the module's own up to stage 2, else without elements.
     """
     everywhere = engine.options.stage < 3 and isinstance(engine.split, Unsplit)
     full: dict[int, Tensor] = {}
@@ -69,10 +66,7 @@ def full_module_state(module: nn.Module, engine: DataParallelEngine) -> dict[str
 
 
 def module_shapes(module: nn.Module, engine: DataParallelEngine) -> dict[str, Any]:
-    """Return the full module's `state_dict` without elements, for code that asks for its entries.
-
-    Parameters are on torch's "meta" device, with full shapes; buffers are as this rank has them.
-    """
+    """Return the full module's `state_dict` with parameters on meta, for code that asks for it."""
     state = module.state_dict(keep_vars=True)
     for name, value in state.items():
         is_param = isinstance(value, nn.Parameter)
@@ -107,10 +101,7 @@ def without_elements(
     dtype: torch.dtype | None = None,
     elements: int = 1,
 ) -> Tensor:
-    """Return a full parameter on "meta", by default in the format in which the engine gives it.
-
-    With `elements` it is a tensor that has one for so many of the parameter's.
-    """
+    """Return a full parameter on meta, or a tensor with an element for so many of its own."""
     if dtype is None:
         is_here = engine.knows(param) and engine.split.is_here(param)
         dtype = engine.owner(param)[0].master_dtype if is_here else param.dtype
@@ -271,23 +262,10 @@ def load_module_state(
 ) -> ModuleSnapshot:
     """Load a full `state_dict` into a module by its own hooks, or leave the module as it was.
 
-    Where an engine holds the module, the full module is on the CPU for a moment, as when it was
-    made.
-
-    Args:
-        module: The module to load into.
-        state: Full tensors by name.
-        strict: Whether the state's names must be the module's.
-        left_out: Names that may be missing all the same, and keep their value.
-        engine: The engine that holds the module's parameters; None before there is one.
-        agree: Called with the error of what does not fit on this rank, or None; raises if the state
-            does not fit on some rank.
-        paired: State that a callback will load into the same module next, to be checked with it.
-        lent: Lends parameters what the state has of them; None to copy all of it.
-
-    Returns:
-        A snapshot of the module as it was; without parameters where an engine holds them, and
-        without those that are lent something.
+    Names in `left_out` may be missing and keep their value. `agree` is called with the error of
+    what does not fit on this rank, or None, and raises if it does not on some. `paired` is state
+    that a callback will load into the module next, checked with it; what `lent` can lend is not
+    copied. Return a snapshot of the module as it was, but for what is in shards, or lent.
     """
     before = ModuleSnapshot(
         module, with_parameters=engine is None, without=lent.params if lent is not None else ()
@@ -314,10 +292,7 @@ def load_module_state(
 def load_into_shards(
     module: nn.Module, state: Mapping[str, Any], engine: DataParallelEngine
 ) -> None:
-    """Copy into this rank's shards what it needs of full tensors, which fit; each rank must call.
-
-    The module takes its parameters up by torch's own code; other entries of `state` are left out.
-    """
+    """Copy into this rank's shards what they need of full tensors, which fit; each must call."""
     held = {param for flat in engine.flats for param in flat.params}
     params = module.state_dict(keep_vars=True)
     with engine.optimizer_view():
@@ -416,10 +391,7 @@ _Path = tuple[Any, ...]
 
 
 def join_shards(checkpoint: dict[str, Any], engine: DataParallelEngine) -> None:
-    """Put full tensors, on the CPU, in the place of shards of stage 3; each rank must call.
-
-    Nested mappings and lists are changed in place on the rank that saves.
-    """
+    """Put full tensors, on the CPU, in the place of shards of stage 3; each rank must call."""
     read = {
         repr(path): (path, value)
         for path, value in _tensors(checkpoint, ())

@@ -125,10 +125,7 @@ def optimizer_misfits(
     optimizer: Optimizer,
     named_shapes: Mapping[nn.Parameter, tuple[str, Sequence[int]]],
 ) -> list[str]:
-    """Return the misfits of a full optimizer state, as messages.
-
-    `named_shapes` has by parameter of the model its name and full shape.
-    """
+    """Return a full optimizer state's misfits with parameters of such names and full shapes."""
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     if not groups:  # it stands for none at all, and takes anything
         return []
@@ -171,13 +168,7 @@ def _misfits(owner: str, entries: Any, trial: "TrialState", shape: Sequence[int]
 
 @dataclass(frozen=True)
 class TrialState:
-    """The state that a trial optimizer makes for a small parameter.
-
-    Attributes:
-        optimizer: None if it cannot be made, or cannot take a step.
-        state: State of the parameter after a step.
-        lacks_options: Messages about options that were not saved, and are needed.
-    """
+    """The state that a trial optimizer makes for a small parameter, and options that it lacks."""
 
     optimizer: Optimizer | None
     shape: tuple[int, ...]

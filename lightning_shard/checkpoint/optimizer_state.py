@@ -20,14 +20,12 @@ from lightning_shard.checkpoint.arriving import (
     ArrivingTensor,
     SlicedTensor,
     arriving,
-    arriving_in_runs,
-    of_split,
+    arriving_of,
     slices_of,
 )
 from lightning_shard.checkpoint.misfits import length_misfits
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
-from lightning_shard.data_parallel.model_split import ranks_of
 from lightning_shard.data_parallel.optimizer_entries import (
     EntryForm,
     flattened,
@@ -73,11 +71,7 @@ def own_state(key: str, value: Any, param: nn.Parameter, engine: DataParallelEng
 def local_state_dict(
     full: Mapping[str, Any], optimizer: Optimizer, engine: DataParallelEngine
 ) -> dict[str, Any]:
-    """Cut a full optimizer `state_dict` down to this rank's shards; no communication.
-
-    Raises:
-        CheckpointError: The state's groups are not those of the optimizer, in the same order.
-    """
+    """Cut a full optimizer `state_dict` down to this rank's shards, or raise if it does not fit."""
     if not optimizer.param_groups or "state" not in full:  # a form of its own, for full state
         return dict(full)
     _check_groups(full, optimizer)
@@ -102,23 +96,13 @@ def _check_groups(full: Mapping[str, Any], optimizer: Optimizer) -> None:
 
 
 def full_state_dict(optimizer: Optimizer, engine: DataParallelEngine) -> dict[str, Any]:
-    """Bring the full optimizer state together on rank 0, one buffer at a time; each must call.
-
-    On rank 0 it is the `state_dict` of a single device, on the CPU; on other ranks it is empty.
-    """
+    """Bring the full optimizer state to rank 0's CPU, one buffer at a time; each must call."""
     state = FullOptimizerState(optimizer, engine)
     return state.with_tensors({place: full.tensor().cpu() for place, full in state.tensors()})
 
 
 class FullOptimizerState:
-    """An optimizer's full state: which entries it has, and their elements one after the other.
-
-    Each rank must make one, and run through its `tensors`, while the state stays as it is.
-
-    Attributes:
-        shapes: On rank 0, by parameter's number and key, the full shape and the format of each
-            entry that has an element for each of its parameter's.
-    """
+    """An optimizer's full state, whose tensors each rank must run through before it changes."""
 
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
         self.shapes: dict[tuple[int, str], tuple[Sequence[int], torch.dtype]] = {}
@@ -159,7 +143,19 @@ class FullOptimizerState:
         engine = self._engine
         if not self._packed or not self._params:
             return
-        yield from self._of_shards(self._entries())
+        entries = self._entries()
+        params = [self._params[index] for index, _ in entries]
+
+        def sliced(number: int, ranks: Collectives) -> SlicedTensor | None:
+            is_here = engine.split.is_here(params[number])
+            return self._sliced(entries[number], ranks) if is_here else None
+
+        def alone(number: int) -> Tensor:
+            index, key = entries[number]
+            return params[number].detach().new_empty(0, dtype=self._slices[index][key].dtype)
+
+        for number, full in arriving_of(params, sliced, alone, engine):
+            yield entries[number], full
         owned = [(index, key) for index, keys in sorted(self._owned.items()) for key in keys]
         ours = [one for one in owned if self._owned[one[0]][one[1]].model_ranks == _ranks(engine)]
         coming = arriving([self._on_owner(one) for one in ours], engine.groups.shard, engine.device)
@@ -173,28 +169,6 @@ class FullOptimizerState:
                 yield (index, key), arrived
         for _ in coming:  # to its end
             pass
-
-    def _of_shards(
-        self, entries: Sequence[tuple[int, str]]
-    ) -> Iterator[tuple[tuple[int, str], ArrivingTensor]]:
-        engine = self._engine
-        params = [self._params[index] for index, _ in entries]
-        ranks = [ranks_of(param, engine.groups, engine.split) for param in params]
-        slices = [
-            self._sliced(entry, own.shard) if engine.split.is_here(param) else None
-            for entry, param, own in zip(entries, params, ranks, strict=True)
-        ]
-        having = [one.shard for one in ranks]
-        arrived = arriving_in_runs(list(zip(having, slices, strict=True)), engine.device)
-        for (index, key), own, full in zip(entries, ranks, arrived, strict=True):
-            param = self._params[index]
-            if full is None:
-                nothing = param.detach().new_empty(0, dtype=self._slices[index][key].dtype)
-                full = ArrivingTensor.here(nothing)
-            if own.dp.rank == 0:
-                full = of_split(param, full, engine)
-            if engine.is_first:
-                yield (index, key), full
 
     def _entries(self) -> list[tuple[int, str]]:
         """Return the entries that lie in shards, in the order in which they come."""
@@ -258,10 +232,7 @@ class _Cut(NamedTuple):
 
 
 class _Owned(NamedTuple):
-    """A state tensor on the owner of its parameter, a rank of the shard group.
-
-    `model_ranks` has the owner's rank in each of the groups that share the model.
-    """
+    """A state tensor on its owner, by ranks of the shard group and of others of the model."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -383,21 +354,16 @@ def elements_of(key: str, value: Any, param: nn.Parameter, engine: DataParallelE
     return elements if elements and value.numel() == -(-local.numel() // elements) else 0
 
 
-def full_form(value: Any, param: nn.Parameter, engine: DataParallelEngine) -> Any:
-    """Return what a full state has in the place of a local entry that is not cut."""
+def full_form(
+    value: Any, param: nn.Parameter, engine: DataParallelEngine, *, back: bool = False
+) -> Any:
+    """Return what a full state has in the place of a local entry that is not cut; or `back`."""
     if isinstance(value, EntryForm) and param in engine.options.blocks:
         flat, index = engine.owner(param)
-        if value.shape == flat.local_views[index].shape:
-            return value.of_shape(engine.full_shape(param))
-    return value
-
-
-def local_form(value: Any, param: nn.Parameter, engine: DataParallelEngine) -> Any:
-    """Return what a local state has in the place of a full one's form; see `full_form`."""
-    if isinstance(value, EntryForm) and param in engine.options.blocks:
-        flat, index = engine.owner(param)
-        if value.shape == tuple(engine.full_shape(param)):
-            return value.of_shape(flat.local_views[index].shape)
+        shapes = tuple(flat.local_views[index].shape), tuple(engine.full_shape(param))
+        own, other = shapes[::-1] if back else shapes
+        if value.shape == own:
+            return value.of_shape(other)
     return value
 
 

@@ -27,7 +27,6 @@ from lightning_shard.checkpoint.optimizer_state import (
     elements_of,
     full_form,
     is_on_other_ranks,
-    local_form,
     params_of,
 )
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -62,10 +61,7 @@ class ShardMark(NamedTuple):
 
 
 class Scalar(NamedTuple):
-    """A tensor without dimensions, as a Python number, which holds each of torch's exactly.
-
-    `on_device` says whether the tensor was on the parameter's device, not on the CPU.
-    """
+    """A tensor without dimensions as a Python number, which holds each of torch's exactly."""
 
     value: Any
     dtype: torch.dtype
@@ -84,11 +80,7 @@ Entries = tuple[tuple[str, Entry], ...]  # in the optimizer's own order
 
 
 def describe(optimizer: Optimizer, engine: DataParallelEngine) -> list[Entries | None]:
-    """Describe an optimizer's state for each of its parameters, in order; no communication.
-
-    Parameters without state have None, and so have those of which all elements lie on other ranks,
-    whose counters are stale here.
-    """
+    """Describe an optimizer's state by parameter; None where this rank has none or a stale one."""
     scalars = _scalars(optimizer, engine)
     known: dict[object, Entries] = {}  # equal ones are one object: they are pickled once
     described: list[Entries | None] = []
@@ -173,14 +165,7 @@ _MAGIC = b"LSsnap01"
 
 
 class TensorKey(NamedTuple):
-    """The key of a tensor entry, the same on every rank and for any number of ranks.
-
-    Attributes:
-        flat: Number of the flat buffer.
-        optimizer: Number of the optimizer, or PARAMETERS.
-        name: Key of the optimizer's state; empty for the parameters.
-        elements: How many of the buffer's elements one of the entry stands for.
-    """
+    """The key of a tensor entry, the same on all ranks; `optimizer` may be PARAMETERS."""
 
     flat: int
     optimizer: int
@@ -222,14 +207,8 @@ class SnapshotMetadata:
 
     Attributes:
         generation: Generation of the members that took it; a later one's counts more.
-        step: Number of optimizer steps done.
         num_shards: Number of shards of the state; 1 where every rank holds everything.
-        owner: Name of the member that took the snapshot.
         ends: For each flat buffer, the index one past the last parameter's last element.
-        states: By optimizer and parameter, the entries that the optimizer keeps.
-        groups: By optimizer and group, the options of the group.
-        extra: Bytes of the caller.
-        own: By optimizer, what it keeps of itself.
     """
 
     generation: int
@@ -254,17 +233,7 @@ class Snapshot:
 
     @classmethod
     def read(cls, data: Tensor, *, is_own: bool = False) -> "Snapshot":
-        """Read the snapshot in a buffer that this job has written.
-
-        Args:
-            data: Shape (bytes,) or longer, uint8. Its metadata are unpickled if they bear the job's
-                code.
-            is_own: Whether it comes from where this user alone can write; it needs no code then.
-
-        Raises:
-            CheckpointError: The buffer does not hold a complete snapshot.
-            RankFailedError: No rank of this job has written it.
-        """
+        """Read a snapshot, whose metadata must bear the job's code unless it `is_own`."""
         prefix = data[: _PREFIX.size].numpy().tobytes()
         magic, num_bytes, begin = _PREFIX.unpack(prefix.ljust(_PREFIX.size, b"\0"))
         if magic != _MAGIC or not _PREFIX.size <= begin < num_bytes <= data.numel():
@@ -294,17 +263,7 @@ def take(
     owner: str = "",
     buffers: SnapshotBuffers | None = None,
 ) -> Snapshot:
-    """Copy this rank's part of the state; no communication.
-
-    Args:
-        engine: The engine, at a step boundary where no gradients are pending.
-        optimizers: The optimizers, in one order on all ranks.
-        step: Number of optimizer steps done.
-        extra: Bytes of the caller, which the metadata keep.
-        generation: Number of the members' generation.
-        owner: Name of this member.
-        buffers: Lends the buffer; a new one is made when left out.
-    """
+    """Copy this rank's part of the state, at a step boundary without gradients; no messages."""
     states = tuple(describe(optimizer, engine) for optimizer in optimizers)
     sources = _sources(engine, optimizers, states)
     tensor_entries, end = _lay_out(sources, engine.flats)
@@ -453,14 +412,7 @@ def _write(data: Tensor, offset: int, content: bytes) -> None:
 
 @torch.no_grad()
 def load(snapshot: Snapshot, engine: DataParallelEngine, optimizers: Sequence[Optimizer]) -> None:
-    """Bring engine and optimizers to the state of this rank's own snapshot; each rank must call.
-
-    The engine has the stage, the units and the ranks of the snapshot's; the optimizers, in the
-    snapshot's order, lose the state that they have.
-
-    Raises:
-        CheckpointError: The snapshot is of another rank, model or optimizers.
-    """
+    """Bring engine and optimizers to the state of this rank's own snapshot; each rank must call."""
     check_fits(snapshot.metadata, engine, optimizers)
     _check_place(snapshot.metadata, engine)
     forget_state(optimizers)
@@ -527,11 +479,7 @@ def rebuild_optimizers(
     engine: DataParallelEngine,
     shards: Mapping[TensorKey, list[Tensor]],
 ) -> None:
-    """Give optimizers the state and the options of their groups.
-
-    `all_metadata` are of the snapshots of all shards, in order; `shards` has by tensor entry each
-    parameter's shard of it.
-    """
+    """Give optimizers the state and the groups' options, of snapshots of all shards in order."""
     numbers = {flat: number for number, flat in enumerate(engine.flats)}
     for number, optimizer in enumerate(optimizers):
         _rebuild(number, optimizer, all_metadata, engine, numbers, shards)
@@ -558,7 +506,7 @@ def _rebuild(
                     shard = shard.view(flat.layout.slots[index].shape)
                 kept[name] = shard
             else:
-                kept[name] = local_form(rebuild(entry, param), param, engine)
+                kept[name] = full_form(rebuild(entry, param), param, engine, back=True)
         if kept:
             optimizer.state[param].update(joined(kept))
     for group, saved in zip(optimizer.param_groups, all_metadata[0].groups[number], strict=True):

@@ -40,10 +40,7 @@ _ADVICE = (
 
 
 def agree_on_misfit(collectives: Collectives | None, error: CheckpointError | None) -> None:
-    """Raise the same CheckpointError on every rank if a checkpoint does not fit on some.
-
-    Each rank of the group must call; without a group this is the only rank.
-    """
+    """Raise the same CheckpointError on every rank if a checkpoint does not fit on some."""
     if collectives is None or collectives.size == 1:
         if error is not None:
             raise error
@@ -59,11 +56,7 @@ def agree_on_misfit(collectives: Collectives | None, error: CheckpointError | No
 
 @contextmanager
 def failing_together(collectives: Collectives | None) -> Iterator[None]:
-    """Raise on every rank if reading or writing a checkpoint inside has failed on some.
-
-    A rank on which something else than a CheckpointError was raised raises that. Each rank of the
-    group must enter; without a group this is the only rank.
-    """
+    """Raise on every rank if reading or writing a checkpoint inside has failed on some."""
     told: CheckpointError | None = None
     try:
         yield
@@ -77,11 +70,7 @@ def failing_together(collectives: Collectives | None) -> Iterator[None]:
 
 
 class Resuming:
-    """The checkpoint that a run is resumed from, until all of it is known to fit.
-
-    `before` is a snapshot of the module before the weights were loaded, and `lent` what parameters
-    were lent then; None where all were copied.
-    """
+    """The checkpoint that a run is resumed from, and what undoes it, until all is known to fit."""
 
     def __init__(
         self,
@@ -102,16 +91,7 @@ class Resuming:
         *,
         may_change: bool,
     ) -> None:
-        """Restore the module and raise if the checkpoint does not fit on some rank; each must call.
-
-        If it fits, the values that the module had are let go of.
-
-        Args:
-            misfits: Returns the misfits of a checkpoint on this rank, as messages.
-            collectives: Group of all ranks.
-            optimizers: All optimizers of the model.
-            may_change: Whether they may still be given other groups, which would fit.
-        """
+        """Restore the module and raise if the checkpoint misfits on some rank; each must call."""
         found = misfits(self._checkpoint)
         if not found:
             self._checked = _groups(optimizers)
@@ -153,11 +133,7 @@ def run_misfits(
     scaler_state: Any,
     engine: DataParallelEngine | None,
 ) -> list[str]:
-    """Return the misfits of all but the weights, once there are optimizers.
-
-    `kept` is the checkpoint's section of this package's strategies; `engine` is None before there
-    is one that has the parameters in shards.
-    """
+    """Return the misfits of all but the weights, once there are optimizers."""
     shapes = {
         param: (name, param.shape if engine is None else engine.full_shape(param))
         for name, param in module.named_parameters()
@@ -209,12 +185,7 @@ _OF_ELEMENTS = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 
 
 def kept_misfits(kept: Mapping[str, Any], shapes: _Shapes) -> Iterator[str]:
-    """Yield the misfits of the state that only this package's strategies keep.
-
-    Of each rank's entry everything is looked at that a rank would load, on every rank: one damaged
-    entry is found before any rank has loaded its own. Names that `shapes` does not have are left
-    out.
-    """
+    """Yield the misfits of the state that only these strategies keep, of all ranks' entries."""
     yield from _compression_misfits(kept.get("compression") or {}, shapes)
     yield from _local_misfits(kept, shapes)
     for rank, stored in entries_of_ranks(kept):
@@ -241,9 +212,7 @@ def _local_misfits(kept: Mapping[str, Any], shapes: _Shapes) -> Iterator[str]:
     yield from _compression_misfits(local["compression"] or {}, shapes)
     for flight in local["arriving"]:
         yield from _tensor_misfits("the mean on its way", flight["mean"], shapes)
-    for name, entries in local["outer"].get("state", {}).items():
-        for key in _OF_ELEMENTS & entries.keys():
-            yield from _tensor_misfits(f"the outer optimizer's {key}", {name: entries[key]}, shapes)
+    yield from _state_misfits("the outer ", local["outer"].get("state", {}), shapes)
 
 
 def _own_misfits(entry: Mapping[str, Any], shapes: _Shapes, whose: str) -> Iterator[str]:
@@ -257,10 +226,13 @@ def _own_misfits(entry: Mapping[str, Any], shapes: _Shapes, whose: str) -> Itera
     yield from _tensor_misfits(f"{whose}own value", local["parameters"], shapes)
     yield from _compression_misfits(local["compression"], shapes, whose)
     for state in entry.get("optimizers", ()):
-        for name, entries in state.items():
-            for key in _OF_ELEMENTS & entries.keys():
-                one = {name: entries[key]}
-                yield from _tensor_misfits(f"{whose}optimizer's {key}", one, shapes)
+        yield from _state_misfits(whose, state, shapes)
+
+
+def _state_misfits(whose: str, state: Mapping[str, Any], shapes: _Shapes) -> Iterator[str]:
+    for name, entries in state.items():
+        for key in _OF_ELEMENTS & entries.keys():
+            yield from _tensor_misfits(f"{whose}optimizer's {key}", {name: entries[key]}, shapes)
 
 
 def _stream_misfits(entry: Mapping[str, Any], whose: str) -> Iterator[str]:

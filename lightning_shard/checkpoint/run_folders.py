@@ -53,17 +53,9 @@ class CheckpointedRun:
     """One rank's view of a run whose state is saved and loaded.
 
     Attributes:
-        module: The module that the run is of, or what has the names of its parameters.
-        optimizers: The optimizers of the module, with shards while there is an engine.
-        mesh: The grid of the run's ranks.
-        rank: Number of this rank in the mesh.
-        device: Device of this rank.
         ranks: The group of all ranks; None where this rank asks nobody.
         engine: The engine; None before the strategy's setup and after teardown, and where states
             are boxes already.
-        is_in_process: Whether all ranks run inside this process.
-        is_folder: Whether a checkpoint is a folder.
-        dimensions: The ways in which ranks share the model.
         kept_besides: Returns what the scheme keeps on this rank; no communication, and no copies.
     """
 
@@ -97,11 +89,7 @@ class RunFolders:
         alone: bool,
         step: int | None,
     ) -> None:
-        """Write a folder; each rank must call unless one has everything and is alone.
-
-        `scheme` is the strategy's name, which the folder tells; `step` is as for
-        `BackgroundSaves.write`.
-        """
+        """Write a folder, now or for `start`; each must call unless one alone has everything."""
         keeps = alone or run.rank == 0
         state, meta = folder_entries(checkpoint, run.optimizers, names_of(run), keeps=keeps)
         section, mesh = writable_section(meta), run.mesh
@@ -122,10 +110,7 @@ class RunFolders:
         strict: bool,
         left_out: Container[str],
     ) -> ModuleSnapshot:
-        """Check stored weights against the module, load the rest, and read the weights later.
-
-        Names in `left_out` may be missing under `strict` all the same. Return the module before.
-        """
+        """Check stored weights, load what is read at once, and return the module before."""
         module = run.module
         take_apart(module)  # a folder has inner tensors, as the run that reads them
         found = weight_misfits(module, state, strict=strict, left_out=left_out)
@@ -150,10 +135,7 @@ class RunFolders:
 def load_folder(
     run: CheckpointedRun, path: Any, weights_only: bool | None, *, in_full: bool
 ) -> dict[str, Any]:
-    """Return a folder's checkpoint, whose optimizers' states are not read.
-
-    With `in_full` weights are read, full, since others than this package look at them.
-    """
+    """Return a folder's checkpoint without optimizers' states, and `in_full` with full weights."""
     folder = StoredFolder(path, weights_only)
     folder.verify_share(run.rank, run.mesh.world_size)
     return checkpoint_of(folder, in_full=in_full)

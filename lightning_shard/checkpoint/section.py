@@ -33,11 +33,7 @@ def writable_section(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def section_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the section of a checkpoint that was loaded; empty where it has none.
-
-    Raises:
-        CheckpointError: A newer version of this package has written it.
-    """
+    """Return a checkpoint's section, empty where it has none; raise if it is too new."""
     section: Mapping[str, Any] = checkpoint.get(CHECKPOINT_KEY, {})
     number = section.get("format", 1)
     if not isinstance(number, int) or number > FORMAT:
@@ -51,10 +47,7 @@ def section_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def leave_out_frozen(checkpoint: dict[str, Any], module: nn.Module) -> None:
-    """Take the frozen parameters out of a checkpoint that is about to be saved; buffers stay.
-
-    What tells of one (bitsandbytes' `weight.absmax`, `weight_format`) goes with it.
-    """
+    """Take frozen parameters, and what tells of one, out of a checkpoint that is being saved."""
     frozen = _frozen_names(module)
     state = checkpoint["state_dict"]
     stays = dict(module.named_buffers(remove_duplicate=False))

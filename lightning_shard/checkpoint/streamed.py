@@ -117,11 +117,7 @@ def _filled(record: ArchiveRecord, tensor: ArrivingTensor) -> ArchiveRecord:
 
 
 class StreamedState:
-    """What one save writes of a model and its optimizers; each rank must make one.
-
-    Frozen parameters that are not saved stay where they are: the state has their shapes only.
-    `number` is the model's, where a file has several.
-    """
+    """What one save writes of a model and its optimizers; each rank must make one."""
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -23,28 +24,13 @@ class Unread(Protocol):
         """Read it: contiguous, on the CPU, the reader's own."""
 
 
-class Present:
-    """A tensor that is in memory anyway, or mapped into it."""
+@dataclass(frozen=True, eq=False)
+class MadeWhenRead:
+    """A tensor that is in memory anyway, or made of others, when it is read."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()
-        self.shape, self.dtype = tensor.shape, tensor.dtype
-
-    def read(self) -> Tensor:
-        """Return it, contiguous and on the CPU."""
-        return self._tensor.cpu().contiguous()
-
-
-class Cast:
-    """A tensor that is turned into another format when it is read."""
-
-    def __init__(self, source: Unread, dtype: torch.dtype) -> None:
-        self._source = source
-        self.shape, self.dtype = source.shape, dtype
-
-    def read(self) -> Tensor:
-        """Read and turn it."""
-        return self._source.read().to(self.dtype)
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
 
 
 def is_unread(value: Any) -> bool:
@@ -84,10 +70,7 @@ def has_unread(nested: Any) -> bool:
 def exchanged(
     nested: Any, exchange: Callable[[Any], Any], is_one: Callable[[Any], bool] = is_unread
 ) -> Any:
-    """Return nested containers with something else in the place of each unread tensor.
-
-    Containers in which nothing is exchanged stay the same objects, of whatever class.
-    """
+    """Return nested containers with something else for unread tensors; without any, as they are."""
     if is_one(nested):
         return exchange(nested)
     if isinstance(nested, Mapping):
@@ -102,9 +85,13 @@ def exchanged(
 
 
 def present(nested: Any) -> Any:
-    """Return nested containers with `Present` in the place of each tensor in memory."""
+    """Return nested containers with what is unread in the place of each tensor in memory."""
+
+    def unread(tensor: Tensor) -> MadeWhenRead:
+        return MadeWhenRead(tensor.shape, tensor.dtype, lambda: tensor.detach().cpu().contiguous())
+
     return exchanged(
-        nested, Present, lambda one: isinstance(one, Tensor) and one.layout == torch.strided
+        nested, unread, lambda one: isinstance(one, Tensor) and one.layout == torch.strided
     )
 
 

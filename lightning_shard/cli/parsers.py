@@ -100,7 +100,17 @@ _OF_A_TRAINER = """\
     lightning-shard {0} --help-all                                              every option
     lightning-shard {0} --trainer.strategy.help lightning_shard.ZeRO3Strategy   those of a strategy
 """
-_JSON: dict[str, Any] = {"action": "store_true", "help": "Print JSON, for scripts."}
+
+
+def _flag(text: str) -> dict[str, Any]:
+    return {"action": "store_true", "help": text}
+
+
+def _file(text: str) -> dict[str, Any]:
+    return {"type": new_file, "metavar": "FILE", "help": text}
+
+
+_JSON = _flag("Print JSON, for scripts.")
 _COMMON: dict[str, dict[str, Any]] = {
     "--config": {"help": "YAML file of all of these; several are laid over each other."},
     "--model": {"help": "Class of the LightningModule, such as my_file.MyModel."},
@@ -121,15 +131,15 @@ CONFIGURED: dict[str, dict[str, dict[str, Any]]] = {
         "--precision": {"default": "32-true", "help": "Precision; float64 decides."},
         "--shrink": {"type": int | None, "help": "Blocks to keep of each list."},
         "--narrow": {"type": int | None, "help": "Number that divides widths."},
-        "--no-dropout": {"action": "store_true", "help": "Compare with dropout off."},
-        "--to-the-bit": {"action": "store_true", "help": "Allow no rounding (same_bits)."},
+        "--no-dropout": _flag("Compare with dropout off."),
+        "--to-the-bit": _flag("Allow no rounding (same_bits)."),
         "--json": _JSON,
     },
     "replay": {
         "folder": {"metavar": "DIR", "help": "Folder of the recorded step."},
         "--rank": {"type": int | None, "help": "The one rank to take, alone."},
-        "--trust": {"action": "store_true", "help": "Make classes of user code in the files."},
-        "--pdb": {"action": "store_true", "help": "Look at the error in pdb, where it was raised."},
+        "--trust": _flag("Make classes of user code in the files."),
+        "--pdb": _flag("Look at the error in pdb, where it was raised."),
         "--json": _JSON,
     },
 }
@@ -146,6 +156,110 @@ DTYPES = {
 """By given name torch's name of a format."""
 
 
+_ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
+    "consolidate": {
+        "source": {"metavar": "SRC", "help": "The checkpoint, a folder or a file."},
+        "output": {"metavar": "OUT", "help": "Where to; the suffix says as what."},
+        "--format": {
+            "choices": ("ckpt", "pt", "safetensors", "huggingface"),
+            "help": "What OUT is, whatever its suffix.",
+        },
+        "--weights-only": _flag("Write a .ckpt without optimizers, schedulers and callbacks."),
+        "--dtype": {
+            "choices": tuple(DTYPES),
+            "help": "Turn floating-point weights into this format.",
+        },
+        "--prefix": {
+            "default": "",
+            "help": "Write only weights whose names begin so, without it.",
+        },
+        "--max-shard-size": {
+            "type": num_bytes,
+            "default": "5GB",
+            "metavar": "SIZE",
+            "help": "Longest file of the Hugging Face layout (default: %(default)s).",
+        },
+        "--trust": _flag("Load objects, too (hyperparameters, callbacks): loading them runs code."),
+    },
+    "describe": {
+        "path": {"metavar": "PATH", "help": "The checkpoint, a folder or a file."},
+        "--verify": _flag("Compare it with its checksums."),
+        "--json": _JSON,
+        "--depth": {
+            "type": at_least_one,
+            "default": 3,
+            "help": "Levels of modules (default: %(default)s).",
+        },
+    },
+    "plan": {
+        "--config": {"type": configuration, "required": True, "help": "A config of `fit`."},
+        "--devices": {"type": at_least_one, "required": True, "help": "Number of all devices."},
+        "--nodes": {"type": at_least_one, "help": "Number of nodes they are in."},
+        "--device-memory": {
+            "type": num_bytes,
+            "metavar": "SIZE",
+            "help": "Memory of a device, such as 80GiB (default: the machine's).",
+        },
+        "--machine": {
+            "default": "h100",
+            "help": "Profile: h100, a100, cpu or a JSON file of your own (default: %(default)s).",
+        },
+        "--global-batch": {
+            "type": at_least_one,
+            "metavar": "N",
+            "help": "Samples of a step of all devices (default: the config's batch on each).",
+        },
+        "--precision": {
+            "choices": PRECISIONS,
+            "help": "Lightning's string (default: the config's).",
+        },
+        "--tensor-plan": {
+            "type": mapping_in,
+            "metavar": "FILE",
+            "help": "YAML of the layers that tensor parallel splits.",
+        },
+        "--values": _flag(
+            "Build the module with values, for code that reads them while it is made."
+        ),
+        "--all": _flag("Print the best of every strategy, with all figures."),
+        "--json": _JSON,
+        "--yaml": _file("Write the recommended trainer options."),
+        "--picture": {
+            "type": new_picture,
+            "metavar": "FILE",
+            "help": "Draw memory against a device's.",
+        },
+    },
+    "doctor": {
+        "--json": _JSON,
+        "--measure": _file("Write a machine profile for `plan`."),
+        "--ranks": {
+            "type": at_least_one,
+            "metavar": "N",
+            "help": "Ranks that measure (default: the GPUs, or 2).",
+        },
+        "--backend": {
+            "choices": ("auto", *BACKENDS),
+            "default": "auto",
+            "help": "Backend between them (default: %(default)s).",
+        },
+        "--network": {
+            "type": num_bytes,
+            "metavar": "SIZE",
+            "help": "Bytes a second of a device to other hosts, such as 50GB "
+            "(default: the adapters').",
+        },
+    },
+    "strategies": {"--json": _JSON},
+    "completion": {"shell": {"choices": SHELLS, "help": "The shell."}},
+    "report": {
+        "run_folder": {"metavar": "RUN_DIR", "help": "Folder of the run."},
+        "others": {"metavar": "OTHER", "nargs": "*", "help": "Others, laid over it."},
+        "--output": _file("The page (default: report.html in RUN_DIR)."),
+    },
+}
+
+
 def parser_of(subcommand: str) -> ArgumentParser:
     """Return the parser of one of these subcommands."""
     parser = OneLineParser(
@@ -154,10 +268,10 @@ def parser_of(subcommand: str) -> ArgumentParser:
         epilog=_EXAMPLES.get(subcommand, _OF_A_TRAINER.format(subcommand)),
         formatter_class=RawDescriptionHelpFormatter,
     )
+    for option, settings in _ARGUMENTS.get(subcommand, {}).items():
+        parser.add_argument(option, **settings)
     if subcommand in LIGHTNINGS:
         _add_trainers(parser, subcommand)
-    else:
-        _ARGUMENTS[subcommand](parser)
     parser.add_argument("--debug", action="store_true", help="Show the traceback of an error.")
     return parser
 
@@ -169,149 +283,3 @@ def _add_trainers(parser: ArgumentParser, subcommand: str) -> None:
         if option == "--trainer.strategy":
             action.choices = [full for one in named_schemes() for full, _ in names_of(one.name)]
             action.metavar = "NAME"
-
-
-def _add_consolidate(parser: ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", help="The checkpoint, a folder or a file.")
-    parser.add_argument("output", metavar="OUT", help="Where to; the suffix says as what.")
-    parser.add_argument(
-        "--format",
-        choices=["ckpt", "pt", "safetensors", "huggingface"],
-        help="What OUT is, whatever its suffix.",
-    )
-    parser.add_argument(
-        "--weights-only",
-        action="store_true",
-        help="Write a .ckpt without optimizers, schedulers and callbacks.",
-    )
-    parser.add_argument(
-        "--dtype", choices=list(DTYPES), help="Turn floating-point weights into this format."
-    )
-    parser.add_argument(
-        "--prefix", default="", help="Write only weights whose names begin so, without it."
-    )
-    parser.add_argument(
-        "--max-shard-size",
-        type=num_bytes,
-        default="5GB",
-        metavar="SIZE",
-        help="Longest file of the Hugging Face layout (default: %(default)s).",
-    )
-    parser.add_argument(
-        "--trust",
-        action="store_true",
-        help="Load objects, too (hyperparameters, callbacks): loading them runs code.",
-    )
-
-
-def _add_describe(parser: ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="The checkpoint, a folder or a file.")
-    parser.add_argument("--verify", action="store_true", help="Compare it with its checksums.")
-    parser.add_argument("--json", **_JSON)
-    parser.add_argument(
-        "--depth", type=at_least_one, default=3, help="Levels of modules (default: %(default)s)."
-    )
-
-
-def _add_plan(parser: ArgumentParser) -> None:
-    parser.add_argument("--config", type=configuration, required=True, help="A config of `fit`.")
-    parser.add_argument(
-        "--devices", type=at_least_one, required=True, help="Number of all devices."
-    )
-    parser.add_argument("--nodes", type=at_least_one, help="Number of nodes they are in.")
-    parser.add_argument(
-        "--device-memory",
-        type=num_bytes,
-        metavar="SIZE",
-        help="Memory of a device, such as 80GiB (default: the machine's).",
-    )
-    parser.add_argument(
-        "--machine",
-        default="h100",
-        help="Profile: h100, a100, cpu or a JSON file of your own (default: %(default)s).",
-    )
-    parser.add_argument(
-        "--global-batch",
-        type=at_least_one,
-        metavar="N",
-        help="Samples of a step of all devices (default: the config's batch on each).",
-    )
-    parser.add_argument(
-        "--precision", choices=PRECISIONS, help="Lightning's string (default: the config's)."
-    )
-    parser.add_argument(
-        "--tensor-plan",
-        type=mapping_in,
-        metavar="FILE",
-        help="YAML of the layers that tensor parallel splits.",
-    )
-    parser.add_argument(
-        "--values",
-        action="store_true",
-        help="Build the module with values, for code that reads them while it is made.",
-    )
-    parser.add_argument(
-        "--all", action="store_true", help="Print the best of every strategy, with all figures."
-    )
-    parser.add_argument("--json", **_JSON)
-    parser.add_argument(
-        "--yaml", type=new_file, metavar="FILE", help="Write the recommended trainer options."
-    )
-    parser.add_argument(
-        "--picture", type=new_picture, metavar="FILE", help="Draw memory against a device's."
-    )
-
-
-def _add_doctor(parser: ArgumentParser) -> None:
-    parser.add_argument("--json", **_JSON)
-    parser.add_argument(
-        "--measure", type=new_file, metavar="FILE", help="Write a machine profile for `plan`."
-    )
-    parser.add_argument(
-        "--ranks",
-        type=at_least_one,
-        metavar="N",
-        help="Ranks that measure (default: the GPUs, or 2).",
-    )
-    parser.add_argument(
-        "--backend",
-        choices=("auto", *BACKENDS),
-        default="auto",
-        help="Backend between them (default: %(default)s).",
-    )
-    parser.add_argument(
-        "--network",
-        type=num_bytes,
-        metavar="SIZE",
-        help="Bytes a second of a device to other hosts, such as 50GB (default: the adapters').",
-    )
-
-
-def _add_strategies(parser: ArgumentParser) -> None:
-    parser.add_argument("--json", **_JSON)
-
-
-def _add_completion(parser: ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS, help="The shell.")
-
-
-def _add_report(parser: ArgumentParser) -> None:
-    parser.add_argument("run_folder", metavar="RUN_DIR", help="Folder of the run.")
-    parser.add_argument("others", metavar="OTHER", nargs="*", help="Others, laid over it.")
-    parser.add_argument(
-        "--output",
-        type=new_file,
-        metavar="FILE",
-        help="The page (default: report.html in RUN_DIR).",
-    )
-
-
-_ARGUMENTS = {
-    "consolidate": _add_consolidate,
-    "describe": _add_describe,
-    "plan": _add_plan,
-    "doctor": _add_doctor,
-    "strategies": _add_strategies,
-    "completion": _add_completion,
-    "report": _add_report,
-}

@@ -26,6 +26,7 @@ from lightning_shard.cli.reporting import rows_by_name
 from lightning_shard.cli.shard_cli import ShardCLI, find_classes_here
 from lightning_shard.replay.replay import replay
 from lightning_shard.tools.proving.prove import prove
+from lightning_shard.tools.proving.runs import TAKEN
 
 # Lightning's own callbacks look on, but for these.
 _TRAINING = (
@@ -42,15 +43,6 @@ _WATCHING = (
 )
 _MOST_RANKS = 8  # of those that a configuration asks for; more take --ranks
 _COLOURS = {"equal": "green", "different": "red", "refused": "yellow", "failed": "yellow"}
-_OPTIONS = (
-    "accumulate_grad_batches",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "sync_batchnorm",
-    "use_distributed_sampler",
-    "inference_mode",
-    "detect_anomaly",
-)
 
 
 class CLIWithoutTrainer(ShardCLI):
@@ -111,7 +103,9 @@ def _run_prove() -> int:
     cli = CLIWithoutTrainer("prove")
     given, config = cli.given_trainer, cli.config
     strategy = given.get("strategy", "auto")
-    options = {name: given[name] for name in _OPTIONS if given.get(name) is not None}
+    options = {
+        name: given[name] for name in TAKEN if name != "callbacks" and given.get(name) is not None
+    }
     verdict = prove(
         cli.model,
         cli.datamodule,

@@ -5,7 +5,6 @@ Checked with lightning 2.6; `tests/fabric/test_ranks.py`, `tests/fabric/test_sta
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -18,13 +17,9 @@ from lightning.fabric.strategies.strategy import (
 from lightning.fabric.utilities.init import _EmptyInit
 
 BackwardSyncControl = _BackwardSyncControl
+EmptyInit = _EmptyInit
 check_keys_are_there = _validate_keys_for_strict_loading
 Launcher = _Launcher
-
-
-def empty_initialisation(*, enabled: bool) -> AbstractContextManager[Any]:
-    """Inside, let torch's initialisations do nothing."""
-    return _EmptyInit(enabled=enabled)
 
 
 def fabric_of(function: Callable[..., Any]) -> Any:

@@ -79,13 +79,14 @@ class NamedModules(dict[str, nn.Module]):
 
 
 def has_state(value: Any) -> bool:
-    """Whether an object has a state to be saved: a module, an optimizer, a scheduler ..."""
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    """Whether an object, no class, has a state to be saved: a module, an optimizer ..."""
+    is_class = isinstance(value, type)
+    return not is_class and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def objects_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield each object with a state, and its path: keys and indices."""
-    if has_state(tree) and not isinstance(tree, type):
+    if has_state(tree):
         yield path, tree
         return
     entries: Any = ()
@@ -99,7 +100,7 @@ def objects_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 def converted(tree: Any, convert: Callable[[Path, Any], Any], path: Path = ()) -> Any:
     """Return the tree with what `convert` makes of each object, and of each `NamedModules`."""
-    if isinstance(tree, NamedModules) or (has_state(tree) and not isinstance(tree, type)):
+    if isinstance(tree, NamedModules) or has_state(tree):
         return convert(path, tree)
     if next(objects_in(tree), None) is None:
         return tree
@@ -110,7 +111,7 @@ def converted(tree: Any, convert: Callable[[Path, Any], Any], path: Path = ()) -
 
 def paired(own: Any, saved: Any, path: Path = ()) -> Iterator[tuple[Any, Any]]:
     """Yield each object of a tree (or `NamedModules`) with what was saved of it."""
-    if isinstance(own, NamedModules) or (has_state(own) and not isinstance(own, type)):
+    if isinstance(own, NamedModules) or has_state(own):
         yield own, saved
         return
     if next(objects_in(own), None) is None:
@@ -164,21 +165,6 @@ def folder_run(run: Any, module: Any, optimizers: Sequence[Optimizer]) -> Checkp
     )
 
 
-def weights_at(prefix: str) -> dict[str, Any]:
-    """Return what stands in meta.pt for a module's weights."""
-    return {_KIND: "weights", "prefix": prefix}
-
-
-def optimizer_at(number: int, prefix: str) -> dict[str, Any]:
-    """Return what stands in meta.pt for an optimizer's state."""
-    return {_KIND: "optimizer", "number": number, "prefix": prefix}
-
-
-def users_section(keys: Sequence[str]) -> dict[str, Any]:
-    """Return the section of a folder that Fabric has saved, with the keys of the user's state."""
-    return {_USERS: list(keys)}
-
-
 def users_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return a folder's checkpoint as the user's state, with stored tensors."""
     keys = (checkpoint.get(CHECKPOINT_KEY) or {}).get(_USERS)
@@ -189,8 +175,8 @@ def users_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 def _found(value: Any, checkpoint: Mapping[str, Any]) -> Any:
     """Exchange what stands for weights and states for them."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(_found(one, checkpoint) for one in value) if _plain(value) else value
+    if type(value) in (list, tuple):
+        return type(value)(_found(one, checkpoint) for one in value)
     if not isinstance(value, Mapping):
         return value
     kind = value.get(_KIND)
@@ -209,10 +195,7 @@ def part_of(weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def without_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return an optimizer's state by the own names of the module that a folder names by a prefix.
-
-    States by number stay as they are.
-    """
+    """Return an optimizer's state by the own names of a module that a folder names by a prefix."""
 
     def own(name: Any) -> Any:
         return name.removeprefix(prefix) if isinstance(name, str) else name
@@ -225,10 +208,6 @@ def without_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
             for group in state.get("param_groups", ())
         ],
     }
-
-
-def _plain(value: Any) -> bool:
-    return type(value) in (list, tuple)
 
 
 class HeldObjects:
@@ -370,7 +349,7 @@ class Saving:
         states = [self._boxes(one, names) for one in optimizers]
         places = self._places(names, optimizers)
         rest = self._joined(converted(self._state, lambda _, one: places(one)))
-        rest[CHECKPOINT_KEY] = users_section(list(self._state))
+        rest[CHECKPOINT_KEY] = {_USERS: list(self._state)}
         run = self._run
         RunFolders(BackgroundSaves()).save(
             folder_run(run, names, optimizers),
@@ -404,13 +383,14 @@ class Saving:
 
         def place(value: Any) -> Any:
             if isinstance(value, NamedModules):
-                return weights_at("")
+                return {_KIND: "weights", "prefix": ""}
             held = self._held.of(value)
             if held is None:
                 return self._held.full_state(value)
             if isinstance(value, Optimizer):
-                return optimizer_at(optimizers.index(value), names.prefixes.get(held, ""))
-            return weights_at(names.prefixes[held])
+                number, prefix = optimizers.index(value), names.prefixes.get(held, "")
+                return {_KIND: "optimizer", "number": number, "prefix": prefix}
+            return {_KIND: "weights", "prefix": names.prefixes[held]}
 
         return place
 

@@ -61,11 +61,7 @@ class FabricThreadLauncher(Launcher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `function(*args, **kwargs)` on every rank and return rank 0's result.
-
-        Rank 0 runs on this thread and on the originals, which are full afterwards. The error of the
-        first rank to fail is raised, with a note that names the rank.
-        """
+        """Run a function on every rank, rank 0 here on the originals; return its result."""
         if has_no_function(function) and self._num_ranks > 1:
             raise ConfigError(
                 f"fabric.launch() was called without a function, but the {self._num_ranks} ranks "

@@ -172,12 +172,7 @@ class FullOptimizerStates:
         state: Mapping[str, Any],
         without_elements: Callable[[list[Any]], list[Any]] = lambda states: states,
     ) -> dict[str, Any]:
-        """Return a full state by number; each rank must call.
-
-        Args:
-            state: The state, by number or by the module's names.
-            without_elements: Returns states to be checked in place of those that are not read.
-        """
+        """Return a full state by number, checked without what is not read; each must call."""
         optimizer, names = self.optimizer, self._names
         misfits = name_misfits(state, optimizer, names)
         numbered = dict(state) if misfits else numbered_state(state, optimizer, names)
@@ -398,10 +393,7 @@ class ShardedModule(nn.Module):
 
 
 class Differentiation:
-    """Knows whether Fabric differentiates, or the user by inputs: what a plain backward does not.
-
-    A plain backward is refused, as Lightning refuses it, but for gradients by inputs, too.
-    """
+    """Knows whether Fabric differentiates, or the user by inputs, as a plain backward does not."""
 
     def __init__(self) -> None:
         self._num_running = 0
@@ -458,11 +450,7 @@ def engines_of(held: Collection[HeldModule]) -> Iterator[DataParallelEngine]:
 
 
 class UsedEngines:
-    """Tells which engines a backward has come to on any rank, once it is over.
-
-    Of a GAN's two modules a loss may reach one. The other's gradients are not sent then, and what
-    it has unsharded for a backward of its own stays. Each rank must ask.
-    """
+    """Tells which engines, of a GAN's two, a backward has come to on any rank; each must ask."""
 
     def __init__(
         self, engines: Sequence[DataParallelEngine], collectives: Collectives | None

@@ -112,10 +112,7 @@ class StepsInOrder:
             self.begin_micro_batch()
 
     def dealt(self, loader: Any) -> Any:
-        """Return a loader of this rank's micro-batches, unless each rank has all samples.
-
-        A stream is refused: Fabric gives every rank all of it, whatever it is asked.
-        """
+        """Return a loader of this rank's micro-batches, unless each rank has all samples."""
         is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
         if not is_stream and not isinstance(getattr(loader, "sampler", None), DistributedSampler):
             return loader

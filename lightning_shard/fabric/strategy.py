@@ -37,7 +37,7 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.environments.launchers.processes import ProcessLauncher
 from lightning_shard.errors import ConfigError
-from lightning_shard.fabric._lightning import BackwardSyncControl, empty_initialisation
+from lightning_shard.fabric._lightning import BackwardSyncControl, EmptyInit
 from lightning_shard.fabric.checkpoints import Loading, Saving
 from lightning_shard.fabric.ranks import FabricProcessLauncher, FabricThreadLauncher
 from lightning_shard.fabric.sharded_module import (
@@ -80,14 +80,7 @@ def share_scaler(
     groups: Sequence[Collectives],
     device: torch.device,
 ) -> None:
-    """Let a plugin's loss scaler, where it has one, see the overflows of all ranks.
-
-    Args:
-        plugin: A plugin of Fabric.
-        view: Shows the optimizers' shards while it is open.
-        groups: The groups over which the shards lie.
-        device: This rank's device.
-    """
+    """Let a plugin's loss scaler see the overflows of all ranks, over which shards lie."""
     scaler = getattr(plugin, "scaler", None)
     if isinstance(scaler, ShardedGradScaler):  # of a launch before this one
         scaler = scaler.plain()
@@ -160,11 +153,7 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
         self.end_launch(restore=True)
 
     def end_launch(self, *, restore: bool) -> None:
-        """Take the engines off at the end of a launch whose ranks end with it.
-
-        Args:
-            restore: Whether modules and optimizers' states are to be full; each rank must call.
-        """
+        """Take the engines off at the end of a launch, and `restore` modules if all ranks call."""
         held, self.held = self.held, []
         for one in held:
             one.release(restore=restore)
@@ -289,7 +278,7 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
         stack = ExitStack()
         stack.enter_context(self.root_device)
         stack.enter_context(self.precision.module_init_context())
-        stack.enter_context(empty_initialisation(enabled=bool(empty_init)))
+        stack.enter_context(EmptyInit(enabled=bool(empty_init)))
         return stack
 
     @override
@@ -369,12 +358,7 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Let an optimizer update shards; each rank must call, with the same one.
-
-        Raises:
-            ConfigError: Its parameters are not those of one module that was set up, or it would
-                update shards wrongly.
-        """
+        """Let an optimizer of one module update shards; each must call, with the same one."""
         held = self._holder_of(optimizer)
         check_same_optimizers([optimizer], held.module, self.collectives)
         held.attach(optimizer)

@@ -37,10 +37,7 @@ _LARGEST = 4096  # elements of a block: padding would take more
 def states_in_blocks(
     optimizers: Sequence[Optimizer], model: nn.Module
 ) -> dict[nn.Parameter, StateBlocks]:
-    """Return the blocks of each parameter's state that shards have to respect; no communication.
-
-    Those that no optimizer has yet may be given to one that keeps blocks later.
-    """
+    """Return the blocks of each parameter's state that shards must respect, of all to come."""
     groups = [(one, group) for one in optimizers for group in one.param_groups]
     found: dict[nn.Parameter, StateBlocks] = {}
     for optimizer, group in groups:

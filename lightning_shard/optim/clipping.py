@@ -14,20 +14,13 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import shards_over
 from lightning_shard.errors import ConfigError
-from lightning_shard.optim.exact_norm import exact_norm
 
 
 @torch.no_grad()
 def global_grad_norm(
     params: Sequence[nn.Parameter], engine: DataParallelEngine, norm_type: float = 2.0
 ) -> Tensor:
-    """The norm of the averaged gradient over full parameters, the same on every rank.
-
-    Each rank must call, with the same parameters; `norm_type` may be infinity.
-
-    Returns:
-        Shape (), float32 (float64 when the gradients are).
-    """
+    """The norm of the averaged gradient, shape (), in float32 or 64; each rank must call."""
     split = engine.split
     counted = [param for param in params if split.counts(param)]
     # the same format and the same groups on every rank, whichever parameters and shards it has
@@ -84,6 +77,45 @@ def _norm_over(
 def _wide(tensor: Tensor) -> Tensor:
     narrow = tensor.dtype in (torch.float16, torch.bfloat16)
     return tensor.float() if narrow else tensor
+
+
+# The 2-norm of a gradient that lies in shards, with bits that do not depend on how it is cut.
+#
+# A sum of floats depends on its order, one of whole numbers does not. So each square is scaled by
+# the greatest element's power of two, and cut into two whole numbers:
+#
+#     (g / 2^e)^2 = high / 2^30 + low / 2^60 + what is left out, at most 2^-60 of the greatest
+
+_LEVEL = 2.0**30  # so many sums of 2^33 elements fit into 63 bits
+_BLOCK_NUMEL = {"cpu": 1 << 17}  # stays in the cache; elsewhere fewer launches count for more
+_LARGEST_BLOCK_NUMEL = 1 << 22  # whose whole numbers float64 adds up exactly
+
+
+@torch.no_grad()
+def exact_norm(
+    grads: Sequence[Tensor], groups: Sequence[Collectives], device: torch.device
+) -> Tensor:
+    """Return all gradients' norm, shape (), float64, the same bits on any ranks; each must call."""
+    greatest = torch.zeros((), dtype=torch.float64, device=device)
+    for grad in (one for one in grads if one.numel()):
+        lowest, highest = torch.aminmax(grad)
+        largest = torch.maximum(-lowest, highest).double()
+        greatest = torch.maximum(greatest, largest.nan_to_num(nan=torch.inf))
+    for group in groups:
+        group.all_reduce(greatest, "max").wait()
+    scale = torch.ldexp(torch.ones_like(greatest), -torch.frexp(greatest).exponent)
+    sums = torch.zeros(2, dtype=torch.int64, device=device)
+    block_numel = _BLOCK_NUMEL.get(device.type, _LARGEST_BLOCK_NUMEL)
+    for block in (one for grad in grads for one in torch.split(grad.flatten(), block_numel)):
+        squares = block.double().mul_(scale * _LEVEL**0.5).square_()
+        high = squares.floor()
+        low = squares.sub_(high).mul_(_LEVEL).floor_()
+        sums += torch.stack([high.sum(), low.sum()]).long()
+    for group in groups:
+        group.all_reduce(sums, "sum").wait()
+    high, low = sums.double().unbind()
+    norm = ((high + low / _LEVEL) / _LEVEL).sqrt() / scale
+    return torch.where(greatest.isfinite(), norm, greatest)
 
 
 @torch.no_grad()

@@ -47,7 +47,6 @@ class OptimizerSnapshot:
 
     Attributes:
         values: All elements of the parameters, in order, shape (n,), float64.
-        elements: State by its name, of all elements in order: moments, slow weights.
         numbers: Numbers by name, of each parameter, or of each optimizer: D-Adaptation's `d`.
     """
 
@@ -147,10 +146,7 @@ class Runs:
         self._held = self._snapshots()
 
     def step(self, grad: Tensor, loss: Loss | None) -> tuple["Step", "Step"]:
-        """Take a step on the whole, which has this gradient, and on its parts; return both.
-
-        `loss` is what a closure returns that steps are given; None gives them none.
-        """
+        """Take a step on the whole, which has this gradient, and on its parts; return both."""
 
         def take(number: int, grads: Sequence[Tensor]) -> None:
             run = self.optimizers[number]
@@ -416,11 +412,7 @@ def in_one_shard(matrix: Tensor) -> list[list[Tensor]]:
 
 
 def one_by_one(matrix: Tensor) -> list[list[Tensor]]:
-    """Return two matrices in one run, and each in a run of its own.
-
-    The second has as many columns as the first has rows: an optimizer of low-rank pairs takes them
-    for one.
-    """
+    """Return two matrices, which look like a pair of low rank, in one run, and each in its own."""
     upper, lower = matrix.tensor_split(2)
     second = lower.transpose(0, 1).contiguous()
     return [[upper, second], [upper], [second]]

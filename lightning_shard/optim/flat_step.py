@@ -279,14 +279,7 @@ _Columns = dict[str, list[Any]]  # by key the entries of the parameters
 
 
 class Piece:
-    """Shards of one buffer that lie together, and what an optimizer keeps for them.
-
-    `slices` says by the parameter's index where its elements lie in the shard, if it has any there.
-
-    Attributes:
-        param: The shards as one parameter, shape (E,), with the padding between them; None between
-            steps.
-    """
+    """Shards of one buffer that lie together, as `param` in a step, and what is kept for them."""
 
     def __init__(
         self, gradients: FlatGradients, group: int, slices: Mapping[int, ShardSlice]

@@ -37,12 +37,7 @@ from lightning_shard.optim.elementwise import (
 def parameters_to_own(
     optimizers: Sequence[Optimizer], model: nn.Module, blocks: Container[nn.Parameter] = ()
 ) -> frozenset[nn.Parameter]:
-    """Return the parameters that have to lie full on one rank each; no communication.
-
-    Where a param group needs them, those that no optimizer has yet are among them, since it may be
-    given them later. `optimizers` are all of the model's, before the engine is made; parameters
-    with state in `blocks` lie in shards.
-    """
+    """Return the parameters that must lie full on one rank each, now or in a group later."""
     groups = [(one, group) for one in optimizers for group in one.param_groups]
     owned = {
         param
@@ -178,10 +173,7 @@ _MESSAGE_BYTES = 32 << 20  # of this rank's parts, unless one parameter has more
 
 
 class GatheredParameters:
-    """Shows an optimizer the parameters that this rank gathers, inside the optimizer's view.
-
-    `num_bytes` counts the matrices and gradients of the running update, or of the last.
-    """
+    """Shows an optimizer the parameters that this rank gathers, inside the optimizer's view."""
 
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
         self.num_bytes = 0
@@ -307,10 +299,7 @@ class _PartExchange:
     def run(
         self, sent: Sequence[Sequence[Tensor]], awaited: Sequence[Sequence[Tensor]]
     ) -> list[list[Tensor]]:
-        """Send tensors, of one format, to the other ranks; each rank must call where one sends.
-
-        `awaited` has, by rank, tensors of the shapes that it sends, and for this rank what is here.
-        """
+        """Send tensors of one format, and return what others send; each must call if one does."""
         some = [tensor for of_rank in (*sent, *awaited) for tensor in of_rank]
         if not some:
             return [list(one) for one in awaited]

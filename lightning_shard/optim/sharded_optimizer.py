@@ -219,10 +219,7 @@ class _ElsewhereState(dict[str, Any]):
 
 
 class ReplacedParameters:
-    """Follows for one optimizer which parameters of the model are replaced.
-
-    `before` is that of the engine before, where the model has been laid out anew.
-    """
+    """Follows for one optimizer which parameters of the model are replaced."""
 
     def __init__(
         self,
@@ -305,10 +302,7 @@ class ReplacedParameters:
             self._tell()
 
     def leave_out(self) -> None:
-        """Take out of the groups, for an update, what the model has lost or has just been given.
-
-        Neither has a gradient, so that one device leaves it as it is.
-        """
+        """Take out, for an update, what the model has lost, or got without a gradient."""
         for group in self._optimizer.param_groups if self._has_strangers else ():
             self._left_out.append((group, group["params"]))
             group["params"] = [one for one in group["params"] if self._engine.knows(one)]
@@ -552,10 +546,7 @@ _IN_SHARDS = (AveragedGradient, ShardedTensor)
 
 
 class LaidOutAnew:
-    """Optimizers of a fit, and gradients, from one engine to another of the same model.
-
-    Each rank must make one, while the first engine is on the model, and attach the optimizers.
-    """
+    """Moves a fit's optimizers and gradients to another engine of its model; each must make one."""
 
     def __init__(self, engine: DataParallelEngine, sharded: Sequence[ShardedOptimizer]) -> None:
         self._sharded, ranks = sharded, engine.collectives
@@ -591,10 +582,7 @@ class LaidOutAnew:
 
 
 def check_optimizer(optimizer: Optimizer, engine: Any) -> None:
-    """Raise ConfigError if an optimizer would not update right what `engine` holds.
-
-    The engine may be what has a `model`, `options`, `split` and `collectives` as it.
-    """
+    """Raise ConfigError if an optimizer would not update right what an engine, or its like, has."""
     _check_parts(optimizer, engine)
     _check_form(optimizer, engine)
     _check_same_parameters(optimizer, engine)
@@ -661,14 +649,7 @@ def looks_at_loss(optimizer: Optimizer) -> bool:
 
 
 def mean_loss(loss: Any, optimizer: Optimizer, ranks: Collectives, device: torch.device) -> Any:
-    """Return the mean of what the ranks' closures have returned; each rank must call.
-
-    Args:
-        loss: A tensor of one element, a number, or None where this rank has no loss.
-        optimizer: The optimizer whose closure gave the loss; error messages name its class.
-        ranks: Group of the data-parallel ranks, each of which must call.
-        device: Where the exchanged numbers lie, for the group's transport.
-    """
+    """Return the mean of what the ranks' closures have returned; each rank must call."""
     counts = isinstance(loss, (int, float)) or (isinstance(loss, Tensor) and loss.numel() == 1)
     known = counts or loss is None
     loss = loss.detach() if isinstance(loss, Tensor) else loss

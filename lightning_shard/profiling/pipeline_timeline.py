@@ -43,10 +43,7 @@ from lightning_shard.strategies.model_parallel import (
 
 
 class ActionClock:
-    """Takes the time of a rank's actions: an observer for `Pipeline.observer`.
-
-    Each rank of the pipeline must construct this, just before a batch, and then `gather`.
-    """
+    """Takes the times of a rank's actions for `Pipeline.observer`; each rank must make one."""
 
     def __init__(self, group: Collectives, device: torch.device) -> None:
         self._group = group

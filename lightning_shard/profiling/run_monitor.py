@@ -33,10 +33,7 @@ from lightning_shard.strategies.trainer.hook_advice import OnlyLooks
 
 
 class RunMonitor(OnlyLooks, Callback):
-    """Writes records of each rank of a fit into the run's folder.
-
-    Without a folder that is the first logger's, or the Trainer's `default_root_dir`.
-    """
+    """Writes records of each rank into the run's folder: the given one, or where loggers write."""
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self._given_folder = folder
@@ -47,7 +44,7 @@ class RunMonitor(OnlyLooks, Callback):
 
     @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        strategy = own_strategy(trainer, type(self).__name__)
+        strategy = own_strategy(trainer, self)
         if self._given_folder is not None:
             self._folder = Path(self._given_folder)
         elif isinstance(strategy, ElasticStrategy):
@@ -65,10 +62,8 @@ class RunMonitor(OnlyLooks, Callback):
         self._step_before = trainer.global_step
         if not self._has_begun:  # here, not before: who joins an elastic fit has a rank by now
             self._has_begun = True
-            strategy = own_strategy(trainer, type(self).__name__)
-            self._write(
-                trainer, "fit", **_described(trainer, strategy), monitor=type(self).__name__
-            )
+            described = _described(trainer, own_strategy(trainer, self))
+            self._write(trainer, "fit", **described, monitor=type(self).__name__)
 
     def _steps_taken(self, trainer: "pl.Trainer") -> int:
         """Return the number of optimizer steps since the present batch began."""
@@ -98,7 +93,7 @@ class RunMonitor(OnlyLooks, Callback):
         self, trainer: "pl.Trainer", kind: str, step: int | None = None, **figures: Any
     ) -> None:
         """Write a record, of the present step unless another is given."""
-        rank = own_strategy(trainer, type(self).__name__).mesh_rank
+        rank = own_strategy(trainer, self).mesh_rank
         if self._file is None or self._file.rank != rank:  # elastic ranks move up
             if self._file is not None:
                 self._file.close()
@@ -118,13 +113,13 @@ class RunMonitor(OnlyLooks, Callback):
         self._file, self._has_begun = None, False
 
 
-def own_strategy(trainer: "pl.Trainer", monitor: str) -> DataParallelStrategy:
+def own_strategy(trainer: "pl.Trainer", monitor: Callback) -> DataParallelStrategy:
     """Return the Trainer's strategy, if it is one whose counters and engine are known."""
     if not isinstance(trainer.strategy, DataParallelStrategy):
         raise ConfigError(
-            f"{monitor} shows what the strategies of this package do, but the Trainer's is "
-            f"{type(trainer.strategy).__name__}. Pass a name such as strategy='zero2', or leave "
-            f"the callback out."
+            f"{type(monitor).__name__} shows what the strategies of this package do, but the "
+            f"Trainer's is {type(trainer.strategy).__name__}. Pass a name such as "
+            f"strategy='zero2', or leave the callback out."
         )
     return trainer.strategy
 
@@ -182,7 +177,7 @@ class PlanMonitor(RunMonitor):
 
     @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        if isinstance(own_strategy(trainer, type(self).__name__), ElasticStrategy):
+        if isinstance(own_strategy(trainer, self), ElasticStrategy):
             raise ConfigError(
                 "PlanMonitor compares a run with a plan of a fixed number of ranks, but the "
                 "Trainer's strategy is elastic. Leave the callback out; the report of the run "

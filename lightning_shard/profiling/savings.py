@@ -53,7 +53,7 @@ class HeldBytesTable(OnlyLooks, Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        own_strategy(trainer, type(self).__name__)
+        own_strategy(trainer, self)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -69,7 +69,7 @@ class HeldBytesTable(OnlyLooks, Callback):
         if optimizer not in self._stepped_optimizers:
             self._stepped_optimizers.add(optimizer)
             return
-        strategy = own_strategy(trainer, type(self).__name__)
+        strategy = own_strategy(trainer, self)
         held = strategy.collectives.all_gather_object(strategy.held_bytes())
         pl_module.print(render_held_bytes(held, strategy.replicated_bytes()))
         self._is_printed = True
@@ -141,7 +141,7 @@ class MemoryMonitor(RunMonitor):
         number, self._num_updates = self._num_updates, self._num_updates + 1
         if number % self._every_n_steps != 1 % self._every_n_steps:
             return
-        strategy = own_strategy(trainer, type(self).__name__)
+        strategy = own_strategy(trainer, self)
         kinds = memory_kinds(strategy)
         held = {name: value for name, value in vars(kinds).items() if value is not None}
         held["besides"] = max(strategy.held_bytes().total - kinds.known, 0)

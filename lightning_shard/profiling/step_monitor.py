@@ -61,10 +61,7 @@ T = TypeVar("T")
 
 
 class Expectations:
-    """What one rank finds out about a run before its first step, from the callbacks' `setup` on.
-
-    `obstacles` says why something could not be found, by what it is.
-    """
+    """What one rank finds out about a run before its first step, or why it cannot."""
 
     def __init__(
         self, module: "pl.LightningModule", strategy: DataParallelStrategy, precision: str
@@ -242,7 +239,7 @@ class TrafficMonitor(RunMonitor):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and self._takes_dry_run and trainer.is_global_zero:
-            strategy = own_strategy(trainer, type(self).__name__)
+            strategy = own_strategy(trainer, self)
             self._expectations = Expectations(pl_module, strategy, str(trainer.precision))
 
     @override
@@ -254,7 +251,7 @@ class TrafficMonitor(RunMonitor):
         if expectations is not None and trainer.is_global_zero:
             self._note_dry_run(trainer, expectations, batch)
         if self._counters is None:
-            self._counters = AxisCounters(own_strategy(trainer, type(self).__name__))
+            self._counters = AxisCounters(own_strategy(trainer, self))
         self._counters.look()
         self._counters.since()  # what lies between two batches: validation, checkpoints
 
@@ -316,7 +313,7 @@ class TrafficMonitor(RunMonitor):
             "dry_run",
             ranks=ranks,
             not_counted=besides,
-            every_step=own_strategy(trainer, type(self).__name__).meets_at_steps,
+            every_step=own_strategy(trainer, self).meets_at_steps,
             obstacle=obstacle,
         )
 
@@ -339,10 +336,7 @@ _IDS = "input_ids"  # of Hugging Face's batches
 
 @dataclass(kw_only=True)
 class StepTime:
-    """Seconds of one optimizer step of this rank; see the module's first lines.
-
-    `num_batches` has the batches whose gradients have added up.
-    """
+    """Seconds of one optimizer step of this rank, and of how many batches; see the first lines."""
 
     seconds: float = 0.0
     loading: float = 0.0
@@ -479,7 +473,7 @@ class StepMonitor(RunMonitor):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and trainer.is_global_zero:
-            strategy = own_strategy(trainer, type(self).__name__)
+            strategy = own_strategy(trainer, self)
             self._expectations = Expectations(pl_module, strategy, str(trainer.precision))
 
     @override
@@ -492,7 +486,7 @@ class StepMonitor(RunMonitor):
         if expectations is not None and trainer.is_global_zero:
             self._note_flops(trainer, expectations, batch)
         if self._clock is None or self._counters is None:
-            self._counters = AxisCounters(own_strategy(trainer, type(self).__name__))
+            self._counters = AxisCounters(own_strategy(trainer, self))
             self._clock = StepClock(self._counters.since)
         self._counters.look()
         self._clock.begin_batch()
@@ -562,7 +556,7 @@ class StepMonitor(RunMonitor):
         self._forget()
 
     def _record(self, trainer: Trainer, step: StepTime) -> dict[str, Any]:
-        strategy = own_strategy(trainer, type(self).__name__)
+        strategy = own_strategy(trainer, self)
         data, plugin = strategy.data_collectives, strategy.precision_plugin
         norm = plugin.grad_norm if isinstance(plugin, ShardedPrecision) else None
         return {
@@ -606,7 +600,7 @@ class StepMonitor(RunMonitor):
 
     def _rates(self, trainer: Trainer, step: StepTime) -> dict[str, float]:
         """Return what all ranks do in a second, if their batches are as large as rank 0's."""
-        strategy = own_strategy(trainer, type(self).__name__)
+        strategy = own_strategy(trainer, self)
         in_a_second = {
             name: strategy.data_collectives.size * number / step.seconds
             for name, number in self._contents.items()

@@ -31,7 +31,7 @@ from lightning_shard.core.schemes import BY_STAGE
 from lightning_shard.data_parallel.optimizer_entries import host_copy
 from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.replay.rank_record import Given, RankRecord, own_error, state_digest, versions
-from lightning_shard.replay.tape import ResultRecorder, full_copies, take_buffers, take_place
+from lightning_shard.replay.tape import ResultRecorder, full_copies, take_place
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.names import strategy_name
 from lightning_shard.strategies.trainer._lightning import around_sigterm_broadcast, layer_sync
@@ -140,7 +140,9 @@ class RecordSteps(OnlyLooks, Callback):
             reason="",
             setup=_setup(trainer, strategy),
             place=take_place(trainer),
-            buffers=take_buffers(trainer.lightning_module),
+            buffers={
+                name: host_copy(one) for name, one in trainer.lightning_module.named_buffers()
+            },
             snapshot=take(strategy.engine, strategy.optimizers, step=step, buffers=self._buffers),
             orders=strategy.engine.learnt_orders(),
         )

@@ -118,10 +118,7 @@ def _shapes(tensors: Sequence[Tensor] | None) -> str:
 
 
 class ResultRecorder:
-    """Keeps the results of calls of the thread that has entered `noting`, and of its backward.
-
-    `results` has the calls since `clear`, each with its result once it has been waited for.
-    """
+    """Keeps calls of the thread in `noting`, and of its backward, with results once waited for."""
 
     def __init__(self) -> None:
         self.results: list[Result] = []
@@ -276,11 +273,6 @@ def set_place(trainer: "pl.Trainer", place: dict[str, Any]) -> None:
             callback.load_state_dict(deepcopy(state))
     if place["precision"]:
         trainer.precision_plugin.load_state_dict(place["precision"])
-
-
-def take_buffers(module: "pl.LightningModule") -> dict[str, Tensor]:
-    """Return copies of the module's buffers, in host memory."""
-    return {name: host_copy(buffer) for name, buffer in module.named_buffers()}
 
 
 @torch.no_grad()

@@ -43,7 +43,6 @@ class AsyncUpdates(LocalUpdates):
     Attributes:
         counters: Counters of this rank in this fit, or in the last one.
         mail: All ranks, over a group for messages alone; None before there are groups.
-        sgd: While ranks train by themselves, what each does; else None.
     """
 
     engine_type = AsyncEngine

@@ -63,10 +63,7 @@ class CheckpointFiles(CheckpointIO):
         *,
         writes: bool,
     ) -> None:
-        """Save a checkpoint whose tensors come from all ranks, each of which must call.
-
-        The checkpoint has placeholders for the file's tensors; the rank that `writes` writes it.
-        """
+        """Save what comes from all ranks, on the rank that `writes`; each rank must call."""
         try:
             if writes:
                 self.save_records(file.records(checkpoint), path, options)
@@ -90,16 +87,7 @@ class CheckpointFiles(CheckpointIO):
         collectives: Collectives | None,
         rank: int,
     ) -> dict[str, Any]:
-        """Load a checkpoint for a run, of which a rank reads what it needs, when it does.
-
-        Args:
-            path: Local, or any path of fsspec's.
-            weights_only: As for `torch.load`.
-            module: The module that takes the weights up by torch's own code.
-            collectives: Group of the ranks that load the file together, each of which must call;
-                None where this rank checks all of it by itself.
-            rank: The rank whose own entry is kept.
-        """
+        """Load a checkpoint of which a rank reads what it needs when it does; each must call."""
         loaded = self.load_together(path, weights_only, collectives)
         if not is_on_the_web(path):
             _copy_what_may_stay(loaded, module, f"rank_{rank}")
@@ -144,10 +132,7 @@ def _dictionary(path: Any, loaded: Any) -> dict[str, Any]:
 
 
 def with_files(checkpoint_io: CheckpointIO | None) -> CheckpointIO:
-    """Return what writes and reads a strategy's checkpoints: the user's, or ours.
-
-    A plugin that wraps another, and was given none, gets ours.
-    """
+    """Return what writes and reads a strategy's checkpoints: the user's plugin, or ours."""
     if checkpoint_io is None:
         return CheckpointFiles()
     if isinstance(checkpoint_io, _Wrapping):

@@ -69,9 +69,6 @@ class Checkpoints(RunPart):
     """Saves and loads checkpoints, during a run from the engine's shards.
 
     Attributes:
-        saves: Those that are written while the fit goes on.
-        kept: What each rank keeps beside Lightning's and torch's entries.
-        resuming: What a fit resumes from, until everything is known to fit.
         left_sharded: Whether a failed run has left shards: there is nothing whole to save.
         refusal: Why nothing can be saved; "" if it can be.
         writes_alone: Whether this rank writes what it saves without the others; None where all save
@@ -232,11 +229,7 @@ class Checkpoints(RunPart):
     def saving_in_run(
         self, trainer: "pl.Trainer", around: Callable[[], AbstractContextManager[None]]
     ) -> AbstractContextManager[None]:
-        """Let the trainer save inside, where the run is in `around`.
-
-        The state that the strategy is asked for comes when it is written: that is where nobody but
-        the file's writer can look at it.
-        """
+        """Let the trainer save inside; a file's state comes only when it is written."""
 
         def save_checkpoint(save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
             with around():

@@ -180,18 +180,12 @@ class DataParallelStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames
 
     @property
     def data_collectives(self) -> Collectives:
-        """Collectives over the ranks that are given different samples.
-
-        Loaders, random numbers, metrics and what is logged or gathered follow these.
-        """
+        """Ranks of other samples, for loaders, random numbers, metrics and logs."""
         return self.run.groups.samples
 
     @property
     def gradient_groups(self) -> DataGroups:
-        """The ranks whose gradients are averaged, and how they share out the state.
-
-        Those of other samples are among them, and those that compute other parts of one sample.
-        """
+        """The ranks whose gradients are averaged, and how they share the state."""
         return self.run.groups.gradients
 
     def along(self, axis: Axis) -> Collectives:

@@ -400,11 +400,7 @@ class ElasticStrategy(DataParallelStrategy):
 
 
 def check_backend(backend: str) -> None:
-    """Refuse a backend whose ranks cannot outlive each other.
-
-    MPI's launchers end all ranks with one; shared memory has not been tried with ranks that come
-    and go.
-    """
+    """Refuse MPI, whose launchers end all ranks with one, and shared memory, which is untried."""
     if backend == "shm":
         raise ConfigError(
             "The backend 'shm' cannot be elastic: its ranks share one host, and it has not been "

@@ -38,7 +38,7 @@ from lightning_shard.data_parallel.deferred_init.start import (
 )
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.quantised import take_over
-from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit, has_parts
+from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit, combined, has_parts
 from lightning_shard.data_parallel.optimizer_entries import StateBlocks
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
 from lightning_shard.errors import ConfigError
@@ -55,7 +55,6 @@ from lightning_shard.planning.simulated_model import SimulatedCollectives
 from lightning_shard.precision.plugins import ShardedPrecision
 from lightning_shard.precision.policy import TRUE_DTYPES, dtype_policy
 from lightning_shard.precision.scaler import device_scale
-from lightning_shard.strategies.dimensions.combined_split import combined
 from lightning_shard.strategies.dimensions.dimension import (
     PlainRunner,
     RunView,
@@ -109,11 +108,9 @@ class EngineSetup(RunPart):
     """Makes the engine, and lets optimizers, averages and hooks work on it.
 
     Attributes:
-        in_hooks: What surrounds the user's hooks.
         in_split_model: What holds until the dimensions are restored.
         bucket_choice: What the ranks have chosen; None before, and where the size is given.
         offload_traffic: What this rank has copied to host memory and back, in this run or the last.
-        random_state: State of the generator, when ranks have started.
     """
 
     def __init__(self, run: Any, reduce_dtype: str | None) -> None:
@@ -199,14 +196,7 @@ class EngineSetup(RunPart):
         world_size: int,
         layer_sync: LayerSync | None,
     ) -> None:
-        """Refuse a fit of so many ranks that could not be set up, where none are there.
-
-        Args:
-            module: A copy without elements, which is attached to a trainer.
-            optimizers: Those of the copy.
-            world_size: Number of ranks of the fit.
-            layer_sync: How batch norms are to be synchronized, where the user asks for it.
-        """
+        """Refuse a fit of so many ranks, of a copy without elements, that could not be set up."""
         asked = copy.copy(self.strategy)
         asked.cluster_environment = SimulatedEnvironment(world_size)
         asked.parallel_devices = [torch.device("cpu")] * world_size
@@ -535,10 +525,7 @@ class EngineSetup(RunPart):
         return default_group_is(self.strategy.data_collectives.group)
 
     def follow_model(self) -> None:
-        """Lay the model out anew where user code has given it other formats or parameters.
-
-        Each rank must call.
-        """
+        """Lay the model out anew where it has other formats or parameters; each must call."""
         strategy, engine = self.strategy, self.strategy.engine
         if any(one.is_stepping for one in self.sharded):
             return

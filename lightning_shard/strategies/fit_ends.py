@@ -153,11 +153,7 @@ def _is_holder(value: Any) -> bool:
 
 
 class ShardsAtRest:
-    """Refuses by name what would take a rank's shards for the parameters.
-
-    Names, shapes and `full_tensor()` are as in a hook of the run. `wake` makes the module full, for
-    which each rank must call, and returns False if that cannot be any more.
-    """
+    """Refuses by name what would take a rank's shards for parameters, which `wake` makes full."""
 
     def __init__(self, module: nn.Module, rank: int, wake: Callable[[], bool]) -> None:
         self.wake = wake
@@ -241,7 +237,6 @@ class FitEnd(RunPart):
 
     Attributes:
         at_rest: Stands over the module that is left in shards; None over any other.
-        cut_states: Says how optimizers' states are cut that stay beside full parameters.
     """
 
     failed = False
@@ -429,10 +424,7 @@ class FitEnd(RunPart):
 
     @contextmanager
     def around_teardown(self) -> Iterator[None]:
-        """Inside, Lightning tears down: it moves full parameters, and shards stay where they are.
-
-        From then on the trainer saves from shards.
-        """
+        """Inside, Lightning tears down and moves full parameters, and shards stay put."""
         module = self.strategy.lightning_module
         if module is None or (self.at_rest is None and self.cut_states is None):
             yield

@@ -41,14 +41,7 @@ MakeGroup = Callable[[Sequence[int]], Collectives]
 def tell_placement(
     mesh: ParallelMesh, placement: NodePlacement, hosts: Sequence[int], *, announces: bool
 ) -> None:
-    """Say which axes stay inside a host, and warn of groups that wait for the network.
-
-    Args:
-        mesh: The ranks of the run, on several hosts.
-        placement: Where the ranks of its groups would lie if those of a host were neighbours.
-        hosts: The host of each rank.
-        announces: Whether to say what is no warning, too.
-    """
+    """Warn of groups that wait for the network, and if it `announces` say which axes do not."""
     if not are_neighbours(hosts):
         rank_zero_warn(warning_of_scattered_ranks(mesh, hosts))
         return
@@ -98,7 +91,6 @@ class MeshGroups(RunPart):
     Attributes:
         everybody: All ranks; None where this rank asks nobody.
         reducing: Second groups of those that average gradients, for gradients.
-        made: The groups of ranks that share models; None without dimensions.
         seed: Rank 0's, where others have another.
     """
 

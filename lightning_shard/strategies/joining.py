@@ -116,14 +116,7 @@ _users: "list[ref[OnLocalRanks]]" = []  # in an order that all ranks have
 
 
 class LocalRanks:
-    """What a strategy's options say of its ranks on this host: over which backend, how many.
-
-    Attributes:
-        runner: Class of the object that has the devices: "Trainer" or "Fabric".
-        named_backend: The backend; None for the one that goes with the devices.
-        num_ranks: Number of ranks; None for as many as there are devices.
-        may_share_memory: Whether ranks that choose their backend by themselves may share memory.
-    """
+    """What the options of a Trainer's or Fabric's strategy say of its ranks on this host."""
 
     def __init__(
         self, options: RanksOptions, runner: str, *, may_share_memory: bool = True
@@ -220,11 +213,7 @@ def _leave(user: "ref[OnLocalRanks]") -> None:
 
 
 def leave_groups() -> None:
-    """End the groups of an earlier run, so that this process can make others; each rank must call.
-
-    Strategies that have used them forget them: what they hold in shards is lost, but under Fabric
-    modules are made full.
-    """
+    """End an earlier run's groups, which its strategies forget; each rank must call."""
     for user in [one() for one in _users]:
         if user is not None:
             user.forget_groups()

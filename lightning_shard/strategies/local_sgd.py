@@ -56,13 +56,7 @@ from lightning_shard.strategies.trainer.hook_advice import may_set_weights
 
 
 class LocalSGDRounds(LocalUpdates):
-    """Lets ranks train by themselves once the warm-up is over, and meet when it is time.
-
-    Attributes:
-        compressor: Compresses what they send then; None without compression.
-        outer: Makes the outer optimizer; None where parameters are averaged.
-        local: While ranks train by themselves, what each does; else None.
-    """
+    """Lets ranks train by themselves once the warm-up is over, and meet when it is time."""
 
     engine_type = LocalEngine
 

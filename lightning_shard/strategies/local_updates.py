@@ -30,11 +30,7 @@ from lightning_shard.strategies.trainer._lightning import (
 
 
 class LocalUpdates(SchemeHooks):
-    """Says in a fit's loops when ranks meet.
-
-    SIGTERM stops ranks over the lifeline, see `termination`. Within one process there is none:
-    rank 0 gets the signal, raises after its step, and its failure ends the others.
-    """
+    """Says in a fit's loops when ranks meet, and stops them together at SIGTERM."""
 
     may_have_all = False  # ranks have weights of their own
 

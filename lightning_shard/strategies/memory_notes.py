@@ -49,8 +49,6 @@ class MemoryKinds(HeldBytes):
     Attributes:
         gathered: Units that are full for the moment, under ZeRO stage 3.
         communication: Full gradients that are on their way to the ranks that have them.
-        gathered_matrices: Matrices and their gradients that an optimizer of full matrices needs on
-            this rank while it updates them, where layers are in parts.
         others: Activations and all else that torch has allocated on the device; None where that
             cannot be told, as on a CPU.
         process: The whole process, where `others` cannot be told; None where neither can.
@@ -283,15 +281,11 @@ class Situation:
     """What is known of a rank that is out of memory.
 
     Attributes:
-        held: Bytes that the rank holds in a whole step.
         max_stage: The highest that its other options allow.
         num_shards: Number of ranks that share out a copy of the state, or could.
         largest_units: Bytes of the units that stage 3 has full at a time.
-        options: Names of the options that its strategy takes.
         is_named_by_stage: Whether the strategy's name tells its stage: "zero2".
-        checkpoints: Whether activations are computed again already.
         activations: Bytes of activations, and with "full" checkpointing; None where unknown.
-        num_microbatches: Number of microbatches of a pipeline's batch; 1 without one.
     """
 
     held: HeldBytes

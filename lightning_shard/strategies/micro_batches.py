@@ -29,11 +29,7 @@ TRAINING, EVALUATION = range(2)
 
 
 class NumberedSamples(list[Any]):
-    """The indices of a batch's samples, of which each micro-batch begins random numbers anew.
-
-    It does so when they are read one by one, in the process that does, which may be a worker, which
-    has a data set of its own.
-    """
+    """The indices of a batch's samples, of which each micro-batch begins random numbers anew."""
 
     def __init__(self, indices: Sequence[Any], seeds: Sequence[int], dataset: Any = None) -> None:
         super().__init__(indices)
@@ -54,10 +50,7 @@ class NumberedSamples(list[Any]):
 
 
 class DealtBatches:
-    """This rank's batches of an epoch, by their numbers among those of one device.
-
-    Each has the samples of `in_each` micro-batches.
-    """
+    """This rank's batches of an epoch, of the samples of `in_each` micro-batches, by number."""
 
     def __init__(
         self,
@@ -161,13 +154,7 @@ def number_in_step(rank: int, num_ranks: int, index: int, *, num_own: int, stage
 
 @dataclass(frozen=True, kw_only=True)
 class Dealing:
-    """Which micro-batches a rank has.
-
-    Attributes:
-        num_own: Number of batches of a step on each rank.
-        in_each: Number of micro-batches that each batch has the samples of.
-        error: Makes the error that says why bits would depend on the ranks.
-    """
+    """Which micro-batches a rank has, and the error that says why bits would depend on ranks."""
 
     rank: int
     num_ranks: int

@@ -9,10 +9,7 @@ from lightning_shard.errors import ConfigError
 
 
 def strategy_name(strategy: Any) -> str:
-    """Return the name by which a Trainer makes such a strategy, without a backend's suffix.
-
-    That of a class of the user's own is the name of what it derives from.
-    """
+    """Return a Trainer's name of a strategy, without a backend; a subclass has that of its base."""
     names = {one.class_name: name for name, one in reversed(SCHEMES.items())}
     scheme = next(
         (names[one.__name__] for one in type(strategy).__mro__ if one.__name__ in names), ""

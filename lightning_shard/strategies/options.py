@@ -56,14 +56,6 @@ def _wait(timeout: float | timedelta) -> timedelta:
         return timedelta(0)
 
 
-def _is_backend(name: str) -> bool:
-    return name == "auto" or bool(get_backend(name))
-
-
-def _is_wait(timeout: float | timedelta) -> bool:
-    return timedelta(0) < _wait(timeout) <= _LONGEST
-
-
 ReduceDType = Literal["float32", "bfloat16", "float16"]
 CheckpointFormat = Literal["full", "sharded"]
 AfterFit = bool | Literal["auto"]
@@ -71,9 +63,15 @@ ElasticScheme: TypeAlias = Annotated[
     Literal["shard_ddp", "zero1", "zero2", "zero3"],
     Limit("(the ranks of other schemes have parts of layers, without which the rest cannot go on)"),
 ]
-BackendName: TypeAlias = Annotated[str, Limit("that names a backend", _is_backend)]
+BackendName: TypeAlias = Annotated[
+    str, Limit("that names a backend", lambda name: name == "auto" or bool(get_backend(name)))
+]
 Timeout: TypeAlias = Annotated[
-    float | timedelta, Limit(f"above 0 and of at most {_LONGEST.days} days", _is_wait)
+    float | timedelta,
+    Limit(
+        f"above 0 and of at most {_LONGEST.days} days",
+        lambda timeout: timedelta(0) < _wait(timeout) <= _LONGEST,
+    ),
 ]
 Patience: TypeAlias = Annotated[float, Limit("of at least 0 seconds", lambda wait: wait >= 0)]
 _STAGES: dict[str, int] = {"shard_ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
@@ -458,11 +456,7 @@ def option_names(kind: type) -> list[str]:
 
 
 class OptionNames(ABCMeta):
-    """Checks keyword arguments against the constructor's signature before calling it.
-
-    An instance keeps what it was made with, as `given_options`. The signature of a class is its
-    constructor's, and its docstring says what the options mean.
-    """
+    """Checks keyword arguments by the constructor's signature; keeps them as `given_options`."""
 
     def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
         """Make a strategy's class, whose options may be those of a base."""

@@ -41,12 +41,7 @@ class RunPart:
 
 
 class SchemeHooks(RunPart):
-    """What a scheme does besides; here it does nothing.
-
-    Attributes:
-        engine_type: Class of the engine.
-        may_have_all: Whether a rank can have the full state while it trains.
-    """
+    """What a scheme does besides, by an engine of `engine_type`; here it does nothing."""
 
     engine_type = DataParallelEngine
     may_have_all = True

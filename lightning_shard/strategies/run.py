@@ -43,13 +43,7 @@ from lightning_shard.strategies.trainer.termination import RunTermination
 
 
 class Run:
-    """The runs of one strategy on one rank.
-
-    Attributes:
-        options: What the engine is made with.
-        announces: Whether to say at the beginning of a fit what is held.
-        engine: The engine, from `setup` to `teardown`.
-    """
+    """The runs of one strategy on one rank; there is an engine from `setup` to `teardown`."""
 
     def __init__(self, strategy: Any, options: DataParallelOptions) -> None:
         self.strategy = strategy
@@ -169,10 +163,7 @@ class Run:
         return salvaging(self, error, is_common=is_common, gone=gone)
 
     def end_in_common(self) -> None:
-        """Tear the run down after an exception that all ranks have raised at the same place.
-
-        The model is then full where it can be made so; each rank must call.
-        """
+        """Tear down, full if possible, after an exception of all ranks, each of which must call."""
         with setting(self, _last_meeting=self.groups.everybody):
             self.strategy.teardown()
             self.meet_last()

@@ -1,12 +1,14 @@
 """The steps of a run, and what it puts into its Trainer's loops around them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
@@ -15,6 +17,7 @@ from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.agreement import check_trainable
 from lightning_shard.data_parallel.compression.compressor import StepBytes
 from lightning_shard.data_parallel.kept_activations import KeptActivations
+from lightning_shard.errors import ConfigError
 from lightning_shard.precision.policy import TRUE_DTYPES, AskedFormats
 from lightning_shard.strategies.dimensions.dimension import ModuleStep, StepKind, StepRunner
 from lightning_shard.strategies.memory_notes import MemoryNotes
@@ -25,11 +28,6 @@ from lightning_shard.strategies.trainer._lightning import (
     seed_workers,
     without_sigterm_broadcast,
 )
-from lightning_shard.strategies.trainer.batch_counts import (
-    agree_on_batches,
-    check_same_lengths,
-    lengths_on_ranks,
-)
 from lightning_shard.strategies.trainer.batch_samplers import assigns_batch_samplers
 from lightning_shard.strategies.trainer.hook_advice import explaining_weights_elsewhere
 from lightning_shard.strategies.trainer.predictions import PredictedBatches
@@ -39,12 +37,7 @@ from lightning_shard.strategies.trainer.step_collectives import MetricGroups
 
 
 class RunLoops(RunPart):
-    """Begins steps on all ranks together, and compares at some what may come apart.
-
-    Attributes:
-        in_run: What is put into the trainer of a run.
-        asked_formats: Notes which formats user code asks of modules, until they are converted.
-    """
+    """Begins steps on all ranks together, and compares at some what may come apart."""
 
     compares = True
     _settings: SettingsOfSteps
@@ -105,10 +98,6 @@ class RunLoops(RunPart):
 
     def _begin_batch(self, trainer: "pl.Trainer") -> None:
         self.begin_step()
-        self._compare_settings(trainer)
-
-    def _compare_settings(self, trainer: "pl.Trainer") -> None:
-        """Compare, at some steps, what hooks and schedulers change."""
         if self.compares and self.strategy.meets_at_steps:
             with self._around_comparison():
                 self._settings.before_step(trainer)
@@ -135,13 +124,7 @@ class RunLoops(RunPart):
 
 
 class RunSteps(RunPart):
-    """Runs the module's steps, one for each batch.
-
-    Attributes:
-        activations: The activations of the fit.
-        memory: Tells out-of-memory errors what this rank held.
-        bytes: Counts what training steps send, of this run or the last.
-    """
+    """Runs the module's steps, one for each batch, and counts what they hold and send."""
 
     _runner: StepRunner | None = None  # None before the engine is there
     _around: Sequence[Callable[[], AbstractContextManager[None]]] = ()
@@ -299,3 +282,105 @@ class RunSteps(RunPart):
         if self._metrics is not None:
             self._metrics.restore()
         self._metrics = self._same_batches = None
+
+
+# Checks that ranks take the same number of steps, before training or batch by batch.
+#
+# A rank that runs out of data while the others go on would leave them waiting for ever. Loaders
+# that know their length are compared once; streams are asked before every batch.
+
+
+def lengths_on_ranks(loader: Any, collectives: Collectives) -> list[int | None]:
+    """Return each rank's number of batches, None for a stream. Each rank must call."""
+    return collectives.all_gather_object(_length(loader))
+
+
+def agree_on_batches(
+    loader: Any,
+    answers: list[int | None],
+    collectives: Collectives,
+    device: torch.device,
+    *,
+    is_training: bool = False,
+) -> Any:
+    """Compare a loader's lengths on the ranks, or wrap a stream so that ranks end together."""
+    lengths = [length for length in answers if length is not None]
+    if len(lengths) < len(answers):
+        if collectives.size == 1:
+            return loader
+        return AgreedBatches(loader, collectives, device, is_training=is_training)
+    if len(set(lengths)) > 1:
+        shortest = lengths.index(min(lengths))
+        raise ConfigError(
+            f"Rank {collectives.rank}: the ranks have different numbers of batches, "
+            f"{dict(enumerate(lengths))}; rank {shortest} has {lengths[shortest]}, expected the "
+            f"same on all. Give every rank the same dataset and let the Trainer's sampler split "
+            f"it, or drop the surplus in your own sampler."
+        )
+    return loader
+
+
+def check_same_lengths(loader: Any, collectives: Collectives) -> None:
+    """Raise unless ranks that share the work on each batch have the same number of them."""
+    lengths = lengths_on_ranks(loader, collectives)
+    if len(set(lengths)) > 1:
+        raise ConfigError(
+            f"Rank {collectives.rank} of its tensor-parallel group: the ranks that share every "
+            f"layer have different numbers of batches, {dict(enumerate(lengths))}, expected the "
+            f"same. Give them the same dataset and let the Trainer's sampler split it."
+        )
+
+
+def _length(loader: Any) -> int | None:
+    if not isinstance(loader, Sized):
+        return None
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # a DataLoader over a stream
+        return None
+
+
+class AgreedBatches:
+    """A loader of unknown length whose ranks agree before each batch that all have one."""
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        collectives: Collectives,
+        device: torch.device,
+        *,
+        is_training: bool = False,
+    ) -> None:
+        self._loader = loader
+        self._collectives = collectives
+        self._device = device
+        self._is_training = is_training
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_loader" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        index = -1
+        for index, batch in enumerate(self._loader):
+            self._agree(index, has_batch=True)
+            yield batch
+        self._agree(index=None, has_batch=False)
+        if index < 0 and self._is_training:
+            rank_zero_warn(
+                "The stream of data yielded no batch on any rank, so that this epoch trains "
+                "nothing. Is it exhausted, or its source empty?"
+            )
+
+    def _agree(self, index: int | None, *, has_batch: bool) -> None:
+        counts = torch.tensor([int(has_batch)], device=self._device)
+        self._collectives.all_reduce(counts).wait()
+        total = int(counts)
+        if total not in (0, self._collectives.size):
+            mine = f"has batch {index}" if has_batch else "has run out of data"
+            raise ConfigError(
+                f"Rank {self._collectives.rank} {mine}, but only {total} of "
+                f"{self._collectives.size} ranks have one more batch. Every rank must yield the "
+                f"same number: shard the stream by rank and cut it to equal lengths."
+            )

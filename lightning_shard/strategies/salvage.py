@@ -36,14 +36,7 @@ from lightning_shard.strategies.trainer._lightning import requeue, requeue_path
 def salvaging(
     run: Any, error: BaseException, *, is_common: bool, gone: Sequence[int]
 ) -> AbstractContextManager[None]:
-    """Make the context in which callbacks hear of an exception and may save checkpoints.
-
-    Args:
-        run: The `Run` of this rank.
-        error: Exception that this rank has raised.
-        is_common: Whether all ranks have raised at the same place, and enter this, too.
-        gone: Ranks that have died.
-    """
+    """Make the context in which callbacks hear of an exception and may save checkpoints."""
     if is_common and run.groups.present is not None:
         if run.has_shut_down_together:
             return _saving_after_signal(run, error)

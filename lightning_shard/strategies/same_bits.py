@@ -58,10 +58,6 @@ class SameBits(RunPart):
         """Whether the option is set."""
         return bool(self.run.options.same_bits)
 
-    @property
-    def _has_neighbours(self) -> bool:
-        return bool(self.run.options.stage < 2)
-
     def _ranks_of_samples(self) -> Collectives:
         ranks: Collectives = self.strategy.data_collectives
         return ranks
@@ -130,7 +126,7 @@ class SameBits(RunPart):
                 f"each copy of the state is in shards on {in_copy} ranks, whose sum is no part of "
                 f"the sum in order, expected 2, 4, 8 ... Change data_parallel_size."
             )
-        if self._has_neighbours and num_ranks > 1 and own & (own - 1):
+        if options.stage < 2 and num_ranks > 1 and own & (own - 1):
             yield (
                 f"each of {num_ranks} ranks has {own} micro-batches of a step, whose sum under "
                 f"stage {options.stage} is no part of the sum in order, expected 1, 2, 4, 8 ... "

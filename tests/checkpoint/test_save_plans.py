@@ -41,9 +41,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which each rank adds itself when it plans with the others."""
     ranks, real = [], SavePlans.make
 
-    def make(self: SavePlans, *args: Any) -> None:
+    def make(self: SavePlans, *args: Any) -> Any:
         ranks.append(current_rank())
-        real(self, *args)
+        return real(self, *args)
 
     monkeypatch.setattr(SavePlans, "make", make)
     return ranks

@@ -15,7 +15,7 @@ from lightning_shard import HybridParallelStrategy, TensorParallelStrategy, ZeRO
 from lightning_shard.core.options import AtLeastOne, Options, names_of, takes
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric import strategy as of_fabric
-from lightning_shard.strategies.dimensions.stage_options import ScheduleOptions
+from lightning_shard.strategies.dimensions.pipeline import ScheduleOptions
 from lightning_shard.strategies.dimensions.tensor import PlanOptions
 from lightning_shard.strategies.options import TensorParallelOptions
 

@@ -25,7 +25,7 @@ from lightning_shard.checkpoint.files.torch_archive import (
     write_archive,
 )
 from lightning_shard.checkpoint.unread import (
-    Cast,
+    MadeWhenRead,
     Unread,
     bytes_in,
     exchanged,
@@ -83,11 +83,7 @@ class Consolidation:
 
 @dataclass
 class Consolidated:
-    """What was written.
-
-    Attributes:
-        left_out: Names in the `state_dict` of what is no tensor, and has no place in the output.
-    """
+    """What was written, and the names of what is no tensor and has no place in it."""
 
     to: Format
     num_tensors: int
@@ -257,7 +253,8 @@ def _weights(source: Source, options: Consolidation) -> dict[str, Any]:
     def cast(tensor: Unread) -> Unread:
         if not tensor.dtype.is_floating_point or tensor.dtype == dtype:
             return tensor
-        return casts.setdefault(id(tensor), Cast(tensor, dtype))
+        made = MadeWhenRead(tensor.shape, dtype, lambda: tensor.read().to(dtype))
+        return casts.setdefault(id(tensor), made)
 
     found = {name: exchanged(value, cast) for name, value in chosen.items()}
     return found if options.prefix else like(own, found)

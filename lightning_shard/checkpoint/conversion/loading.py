@@ -18,6 +18,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from lightning_shard.checkpoint.conversion.source import open_source
 from lightning_shard.checkpoint.misfits import dtype_misfits, misfit_error, shape_misfits
-from lightning_shard.checkpoint.unread import Unread, is_unread
+from lightning_shard.checkpoint.unread import MadeWhenRead, Unread, is_unread
 from lightning_shard.data_parallel.deferred_init.recorder import read_at_start
 from lightning_shard.data_parallel.torch_private import without_function_modes
 from lightning_shard.errors import CheckpointError, some_of
@@ -89,12 +90,7 @@ def _renamed(module: nn.Module, names: set[str], stored: Mapping[str, Any]) -> d
 
 @dataclass(frozen=True)
 class _Together:
-    """Tensors of a file that a model has in another form, as one for all experts.
-
-    Attributes:
-        first: The model's name of what they become, or of the first of several.
-        sources: Name, the rule's pattern for it, and tensor.
-    """
+    """Tensors of a file, each with its rule's pattern, that a model has as one or as others."""
 
     first: str
     rule: Any
@@ -104,7 +100,13 @@ class _Together:
     def tensors(self) -> dict[str, Unread]:
         """Return what they become, by the model's names."""
         made = self.made(lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta"))
-        return {name: _Converted(self, name, one.shape, one.dtype) for name, one in made.items()}
+        return {
+            name: MadeWhenRead(one.shape, one.dtype, partial(self._read, name))
+            for name, one in made.items()
+        }
+
+    def _read(self, name: str) -> Tensor:
+        return self.made(lambda one: one.read())[name].contiguous()
 
     def made(self, read: Callable[[Unread], Tensor]) -> dict[str, Tensor]:
         """Put them together, each as `read` gives it."""
@@ -124,20 +126,6 @@ class _Together:
                 f"reads. Save the model with save_pretrained of the installed version first."
             ) from error
         return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
-
-
-@dataclass(frozen=True)
-class _Converted:
-    """One tensor of those that several of a file become."""
-
-    together: _Together
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def read(self) -> Tensor:
-        """Read what it is made of, and make it."""
-        return self.together.made(lambda one: one.read())[self.name].contiguous()
 
 
 def _rules(module: nn.Module) -> tuple[Any, list[Any], list[Any], Any]:

@@ -26,7 +26,12 @@ from lightning_shard.checkpoint.files.places import (
     local_path,
     remote_place,
 )
-from lightning_shard.checkpoint.files.reading import ArchiveFile, read_file, verify_file
+from lightning_shard.checkpoint.files.reading import (
+    ArchiveFile,
+    is_archive,
+    read_file,
+    verify_file,
+)
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY
 from lightning_shard.checkpoint.sharded.entries import (
     is_flattened,
@@ -48,7 +53,6 @@ Kind = Literal["sharded", "full", "weights", "safetensors", "huggingface"]
 INDEX_OF_SAFETENSORS = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
 _PART = re.compile(r".*-\d+-of-\d+\.safetensors")
-_ARCHIVE = b"PK\x03\x04"
 _STATES = "optimizer_states"
 
 
@@ -122,9 +126,7 @@ def open_source(
         return _open_folder(path, objects=objects, trust=trust, weights_only=weights_only)
     if str(path).endswith(_SUFFIX):
         return _of_weights(path, "safetensors", read_safetensors(path))
-    with filesystem.open(inner, "rb") as file:
-        is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
-    archive = ArchiveFile(path) if is_archive else None
+    archive = ArchiveFile(path) if is_archive(path) else None
     if archive is not None and not (objects and archive.has_objects):
         return _of_content(path, archive.content)
     return _of_content(path, _loaded(path, trust))
@@ -222,19 +224,8 @@ def verify(path: Any) -> bool:
     """Compare a checkpoint with the checksums that it has, and say whether it has any."""
     filesystem, inner = fresh_place(path)
     if not filesystem.isdir(inner):
-        return filesystem.isfile(inner) and _verify_file(path)
-    if filesystem.isfile(inside(inner, INDEX_FILE)):
-        return verify_whole(path)
-    return False
-
-
-def _verify_file(path: Any) -> bool:
-    filesystem, inner = remote_place(path)
-    with filesystem.open(inner, "rb") as file:
-        if file.read(len(_ARCHIVE)) != _ARCHIVE:
-            return False
-    verify_file(path)
-    return True
+        return filesystem.isfile(inner) and verify_file(path)
+    return filesystem.isfile(inside(inner, INDEX_FILE)) and verify_whole(path)
 
 
 class UnreadStates(Sequence[Any]):
@@ -253,16 +244,7 @@ class UnreadStates(Sequence[Any]):
 
 
 def whole_checkpoint(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Read a folder, which is compared with its checksums first.
-
-    Args:
-        path: Local, or any path of fsspec's.
-        map_location: As in `torch.load`: where its tensors, which lie on the CPU, are wanted.
-        weights_only: As in `torch.load`, of what is no tensor.
-
-    Raises:
-        CheckpointError: It is damaged, not complete, or no checkpoint.
-    """
+    """Read a folder to the CPU, which is compared with its checksums first."""
     verify(path)
     checkpoint = open_source(path, objects=True, trust=weights_only is False).checkpoint
 

@@ -106,11 +106,7 @@ def explaining_failures(path: Any) -> Iterator[None]:
 
 
 def put_in_place(part: Path, place: Path) -> None:
-    """Give what is complete its name, and remove what had it before.
-
-    At each moment one of both has the name, whole; only on systems that cannot exchange names is a
-    folder that had it beside its place for a moment, as `parts` tells.
-    """
+    """Give what is complete its name, and remove what had it before; at each moment one has it."""
     for left in reversed(range(_TRIES)):
         try:
             _put(part, place)
@@ -138,11 +134,7 @@ def _put(part: Path, place: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two files or folders in one step, by Linux's renameat2(2).
-
-    Returns:
-        Whether this system can; nothing has changed if not.
-    """
+    """Exchange two names in one step, by Linux's renameat2(2); False if this system cannot."""
     function: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False
@@ -205,11 +197,7 @@ def new_file(path: Any) -> Iterator[BinaryIO]:
 
 @contextmanager
 def new_folder(path: Any, *, own: Sequence[str] = (), edition: str = "") -> Iterator[OpenFolder]:
-    """Write a folder that is there when the block ends, whole, and not at all if it raises.
-
-    One rank enters this, and tells the others the folder; all have written when it leaves. Its
-    files are flushed to the disk here. `edition` is that of a remote folder, a new one by default.
-    """
+    """Write a folder that is there when the block ends, whole, or not; one rank enters this."""
     with explaining_failures(path):
         place = local_path(path)
         if place is None:

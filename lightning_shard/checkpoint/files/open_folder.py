@@ -213,10 +213,7 @@ WrittenFile: TypeAlias = DiskFile | RemoteFile
 
 @contextmanager
 def put(filesystem: Any, inner: str) -> Iterator[RemoteFile]:
-    """Write an object that is there when the block ends, whole, and not at all if it raises.
-
-    What had its name is there until then, where the filesystem's transactions are what they say.
-    """
+    """Write an object that is there when the block ends, whole, and not at all if it raises."""
     with as_system_errors():
         transaction = filesystem.transaction
         transaction.start()
@@ -297,11 +294,6 @@ def edition_in(name: str) -> str:
     """Return the edition in the name of a file; "" where there is none."""
     found = _EDITION.fullmatch(name)
     return found["edition"] if found else ""
-
-
-def editions_in(names: Iterable[str]) -> set[str]:
-    """Return the editions in the names of files, "" among them where one has none."""
-    return {edition_in(name) for name in names}
 
 
 def link_or_copy(path: Any, name: Any) -> None:

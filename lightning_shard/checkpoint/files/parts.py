@@ -59,11 +59,7 @@ def is_leftover(path: str | os.PathLike[str]) -> bool:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what dead writers have left in a folder.
-
-    What another process is still writing stays. A checkpoint that had made room for its successor,
-    which never came, is put back.
-    """
+    """Remove what dead writers have left in a folder, or put it back where no successor came."""
     for path in _leftovers(folder):
         found = _NAME.fullmatch(path.name)
         if found is None or writer_lives(path.name, partial(_changed, path, folder)):
@@ -109,11 +105,7 @@ def _leftovers(folder: Path) -> list[Path]:
 
 
 def writer_lives(name: str, has_changed: Callable[[], bool]) -> bool:
-    """Whether the writer of a leftover may still be writing it.
-
-    `has_changed` tells whether something of it has changed within `SILENT_SECONDS`, or may have; it
-    is called where the writer cannot be asked.
-    """
+    """Whether a leftover's writer may still write it, by `has_changed` where none can be asked."""
     found = _NAME.fullmatch(name)
     can_tell = _began(os.getpid()) > 0
     if found is None or found["home"] != home() or not can_tell:
@@ -123,10 +115,7 @@ def writer_lives(name: str, has_changed: Callable[[], bool]) -> bool:
 
 
 def changed_lately(filesystem: Any, probe: str, places: Iterable[str]) -> bool:
-    """Whether something has changed within an hour by the filesystem's clock, or nobody can tell.
-
-    `probe` is the name of a file that is made and removed to see what time it is there.
-    """
+    """Whether something has changed within an hour by the filesystem's clock, or may have."""
     try:
         filesystem.pipe_file(probe, b"now")
         now = written_at(filesystem, probe)
@@ -172,20 +161,13 @@ def _read(path: Path) -> str:
 
 
 def checkpoints_in(folder: Any, suffix: str, prefix: str = "") -> list[str]:
-    """Return the paths of what is in a folder and has a checkpoint's name, complete or not.
-
-    The folder is local, or any path of fsspec's, and need not be there; `suffix` is such as
-    ".ckpt".
-    """
+    """Return the paths of what is in a folder, if any, and has a checkpoint's name."""
     names = [name for name in names_in(*fresh_place(folder)) if not is_leftover(name)]
     return [inside(folder, one) for one in names if one.startswith(prefix) and one.endswith(suffix)]
 
 
 def completed_at(path: Any) -> float | None:
-    """Return when a checkpoint was complete, in seconds since 1970 by its filesystem's clock.
-
-    It is None where none is complete, and 0.0 where nobody tells the time.
-    """
+    """Return when a checkpoint was complete; None if it is not, 0.0 where nobody tells the time."""
     filesystem, inner = fresh_place(path)
     if not filesystem.exists(inner):
         return None

@@ -337,18 +337,7 @@ _ANOTHER = "Load another checkpoint, or copy this one again from where it is who
 
 
 def read_file(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Load what `torch.save` has written, after comparing it with its checksums.
-
-    Args:
-        path: Local, or any path of fsspec's. A remote file is copied to a temporary one first.
-        map_location: As in `torch.load`.
-        weights_only: As in `torch.load`.
-
-    Raises:
-        CheckpointError: The file cannot be read, is none of a checkpoint, is damaged, or holds
-            objects where only tensors were asked for.
-        CheckpointNotFoundError: There is no file, which is a `FileNotFoundError`, too.
-    """
+    """Load what `torch.save` has written, local or remote, once it fits its checksums."""
     with _local_copy(path) as (source, file):
         _check(path, file)
         return _loaded(path, source, map_location, weights_only, mmap=False)
@@ -483,7 +472,17 @@ def _objects_in(source: Path) -> list[str]:
         return []
 
 
-def verify_file(path: Any) -> None:
-    """Compare a file of `torch.save` with its checksums, and load nothing."""
+def is_archive(path: Any) -> bool:
+    """Whether a file begins as those of `torch.save` do."""
+    filesystem, inner = remote_place(path)
+    with filesystem.open(inner, "rb") as file:
+        return bool(file.read(len(_ARCHIVE)) == _ARCHIVE)
+
+
+def verify_file(path: Any) -> bool:
+    """Compare a file of `torch.save` with its checksums; return whether it has any."""
+    if not is_archive(path):
+        return False
     with _local_copy(path) as (_, file):
         _check(path, file)
+    return True

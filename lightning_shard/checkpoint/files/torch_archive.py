@@ -80,12 +80,7 @@ def _product(one: int, other: int) -> int:
 
 
 class ArchiveRecord(NamedTuple):
-    """One record of an archive that is yet to be written.
-
-    Attributes:
-        content: A storage on the CPU, bytes, or an iterator of a record's parts in order, each of
-            which is only good until the next.
-    """
+    """One record of an archive that is yet to be written, whole or in parts to run through once."""
 
     name: str
     content: Any

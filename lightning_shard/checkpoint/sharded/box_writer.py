@@ -42,10 +42,7 @@ _ELEMENTS = "data/0"
 def write_boxes(
     folder: OpenFolder, rank: int, items: Iterable[WriteItem], resolve: Callable[[WriteItem], Any]
 ) -> tuple[list[WriteResult], dict[str, Checksum]]:
-    """Write a rank's items to one file; return where each is, and the checksum by the file's name.
-
-    `resolve` returns an item's tensor, or its bytes.
-    """
+    """Write a rank's items, as `resolve` returns them, to one file; return places and checksum."""
     name = folder.named(f"__{rank}_0.distcp")
     results, crc = list[WriteResult](), 0
     with closing(folder.create(name)) as file:

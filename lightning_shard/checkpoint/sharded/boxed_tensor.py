@@ -68,15 +68,7 @@ def boxed_range(
     places: Sequence[PlacedBox],
     full_shape: Sequence[int],
 ) -> BoxedTensor:
-    """Return the boxes of a range of a rank's own tensor.
-
-    Args:
-        flat: Shape (N,), contiguous; the elements of the range.
-        start: Index in the own tensor, flattened, of the first of them.
-        shape: Shape of the own tensor, which other ranks may have the rest of.
-        places: Where the parts of the own tensor lie in the full one.
-        full_shape: Shape of the full tensor.
-    """
+    """Return the boxes of a contiguous range of a rank's own tensor, by places in the full one."""
     boxes = boxes_of_range(start, start + flat.numel(), shape)
     if not flat.numel() and 0 in shape:  # the empty tensor has one empty box
         boxes = iter([whole(shape)])

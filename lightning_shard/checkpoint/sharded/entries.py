@@ -15,7 +15,7 @@ layers.0.…                        `dcp.save(model.state_dict(), ...)`
 """
 
 import io
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -189,19 +189,24 @@ def take_out_entries(section: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
 def _packed(entry: Mapping[str, Any]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
 
-    def outline(value: Any, path: str) -> Any:
-        if isinstance(value, Tensor):
-            found[_name(path, found)] = value.detach()
-            return torch.empty(value.shape, dtype=value.dtype, device="meta")
-        if isinstance(value, Mapping):
-            return {key: outline(one, f"{path}.{key}") for key, one in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [outline(one, f"{path}.{at}") for at, one in enumerate(value)]
-        return value
+    def outline(tensor: Tensor, path: str) -> Tensor:
+        found[_name(path, found)] = tensor.detach()
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     file = io.BytesIO()
-    torch.save(outline(entry, ""), file)
+    torch.save(_with_each(entry, outline), file)
     return {_OUTLINE: torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8), **found}
+
+
+def _with_each(nested: Any, change: Callable[[Tensor, str], Any], path: str = "") -> Any:
+    """Return nested mappings and lists with what `change` makes of each tensor, by its path."""
+    if isinstance(nested, Tensor):
+        return change(nested, path)
+    if isinstance(nested, Mapping):
+        return {key: _with_each(one, change, f"{path}.{key}") for key, one in nested.items()}
+    if isinstance(nested, (list, tuple)):
+        return [_with_each(one, change, f"{path}.{at}") for at, one in enumerate(nested)]
+    return nested
 
 
 def _name(path: str, taken: Mapping[str, Any]) -> str:
@@ -226,20 +231,14 @@ def _unpacked(
 ) -> Any:
     taken: dict[str, StoredTensor] = {}
 
-    def filled(value: Any, path: str) -> Any:
-        if isinstance(value, Tensor):
-            name = _name(path, taken)
-            taken[name] = tensors[name]
-            return tensors[name]
-        if isinstance(value, dict):
-            return {key: filled(one, f"{path}.{key}") for key, one in value.items()}
-        if isinstance(value, list):
-            return [filled(one, f"{path}.{at}") for at, one in enumerate(value)]
-        return value
+    def stored(_: Tensor, path: str) -> StoredTensor:
+        name = _name(path, taken)
+        taken[name] = tensors[name]
+        return tensors[name]
 
     entry = folder.unpickled(outline.numpy().tobytes(), f"What {rank} has kept")
     try:
-        return filled(entry, "")
+        return _with_each(entry, stored)
     except KeyError as error:
         raise CheckpointError(
             f"The checkpoint {str(folder.path)!r} lacks {error} of what {rank} has kept, expected "
@@ -356,11 +355,7 @@ def _is_of_weights(name: str, entries: Any) -> bool:
 def parts_of(
     folder: StoredFolder,
 ) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
-    """Take a folder apart, whoever has written it; only values that are no tensors are read.
-
-    Returns:
-        The weights, the states of optimizers, and everything else.
-    """
+    """Take a folder apart, whoever has written it: weights, states of optimizers, and the rest."""
     roots = {root: folder.nested(root) for root in folder.roots if root != CHECKPOINT_KEY}
     if len(roots) == 1 and not any(map(_is_known, roots)):
         (inner,) = roots.values()

@@ -43,7 +43,7 @@ from lightning_shard.checkpoint.files.open_folder import (
     CHECKSUMS,
     INDEX_FILE,
     META_FILE,
-    editions_in,
+    edition_in,
     in_edition,
     read_checksums,
     verify_folder,
@@ -224,7 +224,7 @@ def _is_entry(entry: Any) -> bool:
 def edition_of(path: Any, index: Metadata) -> str:
     """Return the edition of a folder whose files an index names; "" where there is none."""
     places = (index.storage_data or {}).values()
-    found = editions_in({place.relative_path for place in places}) or {""}
+    found = {edition_in(place.relative_path) for place in places} or {""}
     if len(found) > 1:
         raise CheckpointError(
             f"The index {inside(path, INDEX_FILE)!r} of a checkpoint is damaged: it names files of "
@@ -320,10 +320,7 @@ def read_part(
     offsets: Sequence[int],
     target: Tensor,
 ) -> None:
-    """Read a part of a box, of the shape of `target`, that lies contiguous in a file.
-
-    The box begins at byte `begin` of the file, and the part at `offsets` in the box.
-    """
+    """Read a contiguous part of a box, which begins at byte `begin`, of the shape of `target`."""
     if not shape:
         shape, offsets, target = (1,), (0,), target.view(1)
     row_bytes = prod(shape[1:]) * dtype.itemsize
@@ -377,14 +374,7 @@ class StoredTensor:
 
 
 class StoredFolder:
-    """What a folder holds, local or any path of fsspec's.
-
-    Attributes:
-        edition: Stands in the names of its files; "" where it does not.
-
-    Raises:
-        CheckpointError: Its index is damaged.
-    """
+    """What a folder holds, local or any path of fsspec's; raises if its index is damaged."""
 
     def __init__(self, path: Any, weights_only: bool | None = None) -> None:
         self.path = path
@@ -477,12 +467,7 @@ class StoredFolder:
         return with_keys(top.get(root, {}), lambda text: key_of(text, unpickled))
 
     def read(self, targets: dict[str, Any]) -> dict[str, Any]:
-        """Read tensors into the memory given for them, and return everything by key.
-
-        Args:
-            targets: By key a tensor or `BoxedTensor` to fill, of the saved shape; None for what is
-                no tensor.
-        """
+        """Fill tensors or boxes, by key, and return everything; None asks for what is no tensor."""
         if not targets:
             return targets
         try:

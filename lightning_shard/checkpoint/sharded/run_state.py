@@ -20,7 +20,6 @@ from lightning_shard.checkpoint.optimizer_state import (
     full_form,
     is_kept,
     is_stepped,
-    local_form,
     params_of,
     part_shape,
 )
@@ -42,11 +41,7 @@ _SHARDS = (ParameterShard, ShardView)
 
 
 def module_boxes(module: nn.Module, engine: DataParallelEngine) -> dict[str, Any]:
-    """Return the module's `state_dict` with this rank's boxes in the place of parameters.
-
-    They are in the optimizer's format. The rank that gets full states has everything else, too;
-    buffers that were computed from shards are on each rank.
-    """
+    """Return the module's `state_dict` with this rank's boxes, in the optimizer's format."""
     engine.adopt_assigned()
     take_in_edits(engine)
     held = {param for flat in engine.flats for param in flat.params}
@@ -81,10 +76,7 @@ def state_boxes(
     reading: bool = False,
     elements: int = 1,
 ) -> BoxedTensor:
-    """Return the boxes of a tensor that is cut as this rank's shard of a parameter is.
-
-    Each of its elements stands for so many `elements` of the parameter's, in blocks.
-    """
+    """Return the boxes of a tensor that is cut as a shard is, with one element for so many."""
     flat, index = engine.owner(param)
     slot = flat.layout.slots[index]
     full_shape = engine.full_shape(param)
@@ -104,14 +96,7 @@ def state_boxes(
 def optimizer_boxes(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], engine: DataParallelEngine
 ) -> dict[str, Any]:
-    """Return an optimizer's state by the parameters' names, with this rank's boxes.
-
-    What a module has lost in mid-run has no name, and is left out.
-
-    Returns:
-        As torch's `get_optimizer_state_dict`: the entries of the parameters of which this rank has
-        elements, and on the rank that gets full states the groups.
-    """
+    """Return an optimizer's state by parameters' names, with this rank's boxes, as torch's does."""
     boxes: dict[str, Any] = {
         "state": {
             names[param]: _entries(param, optimizer.state[param], engine)
@@ -182,10 +167,7 @@ _HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_state_d
 def weight_misfits(
     module: nn.Module, state: Mapping[str, Any], *, strict: bool, left_out: Container[str] = ()
 ) -> list[str]:
-    """Return as messages what does not fit a module with full parameters.
-
-    Names in `left_out` may be missing under `strict` all the same.
-    """
+    """Return as messages what does not fit a module with full parameters."""
     own = module.state_dict(keep_vars=True)
     found = list(_tensor_misfits(own, state))
     if strict:
@@ -269,7 +251,7 @@ def local_optimizer_state(
     local: dict[str, Any] = read_all({**state, "state": entries})  # counters, rates in tensors
     for number in set(entries) & {*range(len(params))}:
         own = {
-            key: local_form(value, params[number], engine)
+            key: full_form(value, params[number], engine, back=True)
             for key, value in local["state"][number].items()
         }
         local["state"][number] = joined(own)
@@ -277,10 +259,7 @@ def local_optimizer_state(
 
 
 def _elements_of(key: str, stored: Any, param: nn.Parameter, engine: DataParallelEngine) -> int:
-    """Return how many of a parameter's elements one of a stored entry stands for; 0: all of them.
-
-    See `optimizer_state`.
-    """
+    """Return how many of a parameter's elements one of a stored entry stands for; 0: all."""
     if not isinstance(stored, StoredTensor):
         return 0
     blocks = engine.options.blocks.get(param, StateBlocks({}))

@@ -138,11 +138,7 @@ def _cut(
 
 
 class MeanGradients(DifferentiatedParts):
-    """Averages the gradients of full tensors over the ranks that share each sequence.
-
-    By the convention of `crossings` the mean over the ranks, which must all differentiate, is the
-    gradient everywhere.
-    """
+    """Averages the gradients of full tensors over the ranks that share each sequence."""
 
     def __init__(self, group: Collectives) -> None:
         self._group = group

@@ -186,27 +186,18 @@ class ParallelDimension:
         return False
 
     def split(self, run: RunView) -> ModelSplit | None:
-        """Take off the model what other ranks have; each rank must call.
-
-        Returns how the parameters that are here make up full ones; None where nothing is split.
-        """
+        """Take off the model what other ranks have, and say how parts are full; each must call."""
         return None
 
     def attach(self, engine: DataParallelEngine) -> None:
         """Work with the engine of the model that has been split."""
 
     def backward_context(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """Return what makes the context of each backward, with its recomputed forwards, or None.
-
-        No hooks run in it. It is asked for once the model is split.
-        """
+        """Return what makes the context of each backward without hooks, once split."""
         return None
 
     def step_context(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """Return what makes the context of each step of the module's, or None.
-
-        It is asked for once the dimension is attached.
-        """
+        """Return what makes the context of each step of the module's, or None, once attached."""
         return None
 
     def runner(self, inner: StepRunner) -> StepRunner:
@@ -266,17 +257,11 @@ class ParallelDimension:
     def described(
         self, found: Description, module: "pl.LightningModule", measure: Measure
     ) -> Description:
-        """Return the description of a world that is not there, with what this does in it.
-
-        Unlike for `split`, the module's parameters may be on meta.
-        """
+        """Return a world's description with what this does in it; parameters may be on meta."""
         return found
 
     def simulated(self, model: nn.Module, found: Description, group: Collectives) -> Simulated:
-        """Change a model without elements as `split` and `attach` do one that trains.
-
-        The model is that of the first rank along each axis, and the group is simulated.
-        """
+        """Change a model without elements as `split` and `attach` do one that trains."""
         return Simulated()
 
 

@@ -94,10 +94,7 @@ class MicrobatchedSteps(StepRunner):
         return self._evaluate(kind, step, args, kwargs)
 
     def check_gather(self, tensor: Tensor, *, sync_grads: bool) -> None:
-        """Refuse to gather with gradients inside a step of which a microbatch is a part only.
-
-        Counts that differ between microbatches are refused too: their means are not the batch's.
-        """
+        """Refuse to gather with gradients of a microbatch, and counts that differ."""
         is_count = tensor.numel() == 1 and not (tensor.requires_grad or is_placeholder(tensor))
         if self._num_in_step > 1 and is_count and (count := float(tensor)).is_integer():
             self._num_counts += 1

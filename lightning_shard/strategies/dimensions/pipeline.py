@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.random_state import load_random_state, random_state
 from lightning_shard.core.modules import refuse_scripted_parts
-from lightning_shard.core.options import AtLeastOne, AxisSize
+from lightning_shard.core.options import AtLeastOne, AxisSize, Limit, Options
 from lightning_shard.data_parallel.agreement import check_same_model, refuse_embeddings_of_batches
 from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -26,11 +26,25 @@ from lightning_shard.data_parallel.memory.leftovers import refuse_leftover_shard
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.options import UnitOptions
 from lightning_shard.errors import ConfigError, ShardError
-from lightning_shard.pipeline_parallel.blocks import check_calls, find_blocks
+from lightning_shard.pipeline_parallel.blocks import BlockList, check_calls, find_blocks
 from lightning_shard.pipeline_parallel.gradients import AfterSchedule
+from lightning_shard.pipeline_parallel.microbatches import BatchLists
 from lightning_shard.pipeline_parallel.needs import StageRandomness
-from lightning_shard.pipeline_parallel.partition import BlockCosts, Partition
+from lightning_shard.pipeline_parallel.partition import (
+    BlockCosts,
+    Partition,
+    Split,
+    partition_blocks,
+)
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
+from lightning_shard.pipeline_parallel.schedules import (
+    SCHEDULES,
+    Schedule,
+    default_stages_per_rank,
+    make_schedule,
+    place_stages,
+    with_full_backwards,
+)
 from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
 from lightning_shard.pipeline_parallel.step_edits import EditMarks
@@ -43,10 +57,87 @@ from lightning_shard.strategies.dimensions.dimension import (
     StepRunner,
 )
 from lightning_shard.strategies.dimensions.microbatched_steps import MicrobatchedSteps
-from lightning_shard.strategies.dimensions.stage_options import ScheduleOptions, StageOptions
 from lightning_shard.strategies.trainer.layer_sync import batch_norms
 from lightning_shard.strategies.trainer.logs.step_logs import StepLogs
 from lightning_shard.strategies.trainer.measured_stages import measured_costs
+
+# How a pipeline is cut into stages and what runs when: the options, and what follows from them.
+
+_NAME = Limit(f"that is one of {', '.join(SCHEDULES)}", SCHEDULES.__contains__)
+_FIRST_BLOCKS = Limit("(the first block of each stage but the first)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions(Options):
+    """How a pipeline is cut into stages, and what runs when.
+
+    Attributes:
+        schedule: "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble",
+            "zbv" or "dual_pipe_v".
+        num_microbatches: Microbatches of each batch; by default twice the ranks of the pipeline;
+            they need not be equal. A batch of fewer samples has one for each.
+        blocks: Path of the list of repeated blocks; found where there is one.
+        split: What the stages have alike: "parameters", "flops" or "memory" (measured in the
+            first batch); or the first block of each stage but the first.
+        batch_lists: What lists and tuples in a batch are that can be read in two ways: "samples",
+            one value for each, or "fields", each of all samples. "auto" goes by the loader, refuses
+            what it cannot tell, and leaves batches of samples of different shapes whole.
+    """
+
+    schedule: Annotated[str, _NAME] = "1f1b"
+    num_microbatches: AtLeastOne | None = None
+    blocks: str | None = None
+    split: Split | Annotated[list[int], _FIRST_BLOCKS] = "parameters"
+    batch_lists: BatchLists = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOptions(ScheduleOptions):
+    """What follows from a pipeline's options, and from whether halves of backwards are joined."""
+
+    joins_halves: bool = False
+
+    @property
+    def measured(self) -> Literal["flops", "memory"] | None:
+        """What has to be measured of the blocks before they are cut into stages; None: nothing."""
+        return self.split if self.split in ("flops", "memory") else None
+
+    def num_parts(self, num_ranks: int) -> int:
+        """Return the microbatches of a batch that has as many samples."""
+        return self.num_microbatches or 2 * num_ranks
+
+    def num_stages(self, num_ranks: int) -> int:
+        """Return the stages over all ranks of the pipeline."""
+        if isinstance(self.split, list):
+            return len(self.split) + 1
+        return num_ranks * default_stages_per_rank(self.schedule)
+
+    def stage_ranks(self, num_ranks: int) -> tuple[int, ...]:
+        """Return the rank of each stage."""
+        return place_stages(self.schedule, num_ranks, self.num_stages(num_ranks))
+
+    def table(self, num_ranks: int, num_microbatches: int) -> Schedule:
+        """Return what the ranks do with a batch of so many parts."""
+        table = make_schedule(
+            self.schedule,
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            num_stages=self.num_stages(num_ranks),
+        )
+        return with_full_backwards(table) if self.joins_halves else table
+
+    def cut(
+        self, model: nn.Module, blocks: BlockList, measured: BlockCosts | None, num_ranks: int
+    ) -> Partition:
+        """Cut a model into stages, by the blocks' measured costs where `split` asks for them."""
+        return partition_blocks(
+            model,
+            blocks,
+            num_stages=self.num_stages(num_ranks),
+            split=self.split,
+            measured=measured,
+        )
+
 
 _STATE_BYTES = 1 << 14  # of all generators, pickled
 
@@ -366,11 +457,7 @@ _OF_NOTHING = re.compile(r"\(0\)|\[0\]|\bsize 0\b|numel\(\) == 0|no identity")
 
 @contextmanager
 def explaining_absent(names: Sequence[str]) -> Iterator[None]:
-    """Say which parameters other ranks have when user code inside fails on an empty tensor.
-
-    Between the steps a parameter of another stage has no elements here. User code that computes
-    with it and with a full tensor, like an average that is kept by hand, fails on its size.
-    """
+    """Say which parameters other ranks have where user code inside fails on an empty tensor."""
     try:
         yield
     except (RuntimeError, IndexError, ValueError) as error:

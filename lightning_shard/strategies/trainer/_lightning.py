@@ -50,10 +50,7 @@ def connect(strategy: Any, module: "pl.LightningModule", sync: LayerSync | None)
 def preparing_dataloaders(
     trainer: "pl.Trainer", call: Callable[..., Any]
 ) -> AbstractContextManager[None]:
-    """Let `call` give loaders the samplers of ranks inside.
-
-    It takes the method that would, the loader, whether to shuffle, and the running stage.
-    """
+    """Let `call` give loaders samplers inside: by Lightning's method, and what that is given."""
     return instead(trainer._data_connector, "_prepare_dataloader", call)
 
 
@@ -96,10 +93,7 @@ def prediction_loaders(trainer: "pl.Trainer") -> list[Any]:
 
 
 def accept_compiled_modules(strategies: type[Strategy]) -> None:
-    """Let the Trainer take the result of `torch.compile(module)` under these strategies, too.
-
-    Lightning allows that for a fixed list of its own strategies, which cannot be extended.
-    """
+    """Let the Trainer take a compiled module, though Lightning has a fixed list for it."""
     owner: Any = trainer_module
     check = owner._verify_strategy_supports_compile
 
@@ -111,10 +105,7 @@ def accept_compiled_modules(strategies: type[Strategy]) -> None:
 
 
 def without_sigterm_broadcast(trainer: "pl.Trainer") -> AbstractContextManager[None]:
-    """Keep a fit's ranks inside from asking rank 0 before each batch whether it got SIGTERM.
-
-    They would wait for their devices, too, to read its answer.
-    """
+    """Keep ranks inside from asking rank 0 before each batch whether it got SIGTERM."""
     return instead(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda _: None)
 
 
@@ -159,10 +150,7 @@ def after_training_epochs(
 def after_optimizer_steps(
     trainer: "pl.Trainer", then: Callable[[], None]
 ) -> AbstractContextManager[None]:
-    """Call `then` after each step that automatic optimization counts.
-
-    The module's `optimizer_step` may have left it out, on this rank alone even.
-    """
+    """Call `then` after each step that automatic optimization counts, taken or left out."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     return _with_calls(loop, "_optimizer_step", then=then)
 
@@ -212,10 +200,7 @@ def loader_states(trainer: "pl.Trainer") -> list[Any]:
 
 
 def load_loader_states(trainer: "pl.Trainer", states: Sequence[Any]) -> None:
-    """Have these states loaded, in the place of a checkpoint's, before iterators are made.
-
-    Where `configure_optimizers` has asked for the data, it is asked for anew.
-    """
+    """Have these states loaded, not a checkpoint's, before iterators are made."""
     if states and training_loaders(trainer):
         trainer.fit_loop._combined_loader = None
     trainer.fit_loop._combined_loader_states_to_load = list(states)
@@ -248,10 +233,7 @@ def end_saved_epoch(trainer: "pl.Trainer") -> None:
 
 
 def count_batches_anew(trainer: "pl.Trainer", num_batches: int) -> None:
-    """Let a fit that is resumed within an epoch have been given so many batches of it.
-
-    Where these are all of them, the last one was given.
-    """
+    """Let a fit that is resumed within an epoch have been given so many batches of it."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     current: Any = progress.current
     left = current.ready - current.completed  # the one in whose hook it was saved
@@ -261,10 +243,7 @@ def count_batches_anew(trainer: "pl.Trainer", num_batches: int) -> None:
 
 
 def skip_batches(fetcher: Any, num_batches: int) -> None:
-    """Fetch so many batches of a loop's data that has just begun, and drop them.
-
-    The loop itself counts them as fetched, and ends the epoch where there are no more.
-    """
+    """Fetch so many batches of data that has just begun, which the loop counts, and drop them."""
     ahead = bool(getattr(fetcher, "batches", ()))
     with suppress(StopIteration):
         for _ in range(num_batches):
@@ -343,10 +322,9 @@ def requeue(trainer: "pl.Trainer", save: Callable[[], None]) -> None:
 
 
 def begin_validation_anew(trainer: "pl.Trainer") -> bool:
-    """Let a fit that has ended within a batch of a validation be saved as one that begins it.
+    """Let a fit that has ended within a validation be saved as one that begins it.
 
-    Lightning 2.6 would go on at the batch after the last one that was validated, but with the first
-    batches once more, and with the metrics of those alone.
+    Lightning 2.6 would go on with its first batches once more, and with their metrics alone.
     """
     progress: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress
     if progress.total.started == progress.total.processed:
@@ -372,10 +350,7 @@ class EpochValue(NamedTuple):
 def epoch_values(
     trainer: "pl.Trainer", each: Callable[[str, bool], Sequence[tuple[float, float]]]
 ) -> dict[str, EpochValue]:
-    """Return what this rank has logged in the epoch that ends, but for what is one group's.
-
-    `each` returns by key, and whether all of the epoch count, the values that are to be added up.
-    """
+    """Return what this rank has logged in the epoch that ends, but for what is one group's."""
     results: Any = trainer._results or {}
     found = {}
     for key, one in results.items():
@@ -410,11 +385,7 @@ def recording_values(
     note: Callable[..., None],
     at_step: Callable[[Sequence[str]], None],
 ) -> Iterator[None]:
-    """Tell of each value that steps log, and before loggers get those of an optimizer's step.
-
-    `note` is told the key, the value, its number of samples, and whether it is the epoch's first;
-    `at_step` the keys of what is logged on steps.
-    """
+    """Tell `note` of each value that steps log, and before loggers get some `at_step` of those."""
     loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
 
     def noting(results: Any, update: Callable[..., None], key: str, value: Any, size: int) -> None:

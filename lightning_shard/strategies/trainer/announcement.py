@@ -99,16 +99,7 @@ def announcement(
     not_counted: Sequence[str] = (),
     buckets: str = "",
 ) -> str:
-    """Write the line.
-
-    Args:
-        name: Name of the strategy, and the number of ranks.
-        place: Name of the backend, and of the launcher of the ranks.
-        num_parameters: Number of elements of the full model's parameters.
-        held: Bytes that each rank will hold, or that one will where all hold the same.
-        not_counted: Names of what ranks hold besides.
-        buckets: Size of the buckets, where it was chosen.
-    """
+    """Write the line, with what was `not_counted`; `held` has one figure where all hold as much."""
     parts = ", ".join(
         f"{title} {_range([getattr(one, field) for one in held])}"
         for title, field in (
@@ -144,10 +135,7 @@ def _range(sizes: Sequence[int]) -> str:
 
 
 def expected_state_bytes(optimizer: Optimizer, shards: Mapping[nn.Parameter, Tensor]) -> int | None:
-    """Return the bytes that an optimizer's state will take on this rank.
-
-    None stands for what no trial can tell: a class that is not torch's, or state of other shapes.
-    """
+    """Return the bytes of an optimizer's state on this rank; None where no trial can tell."""
     total = 0
     for group in optimizer.param_groups:
         trials = StateTrials(optimizer, group, group)

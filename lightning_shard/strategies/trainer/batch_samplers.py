@@ -52,11 +52,7 @@ _OF_RANKS = ("num_replicas", "rank", "world_size")  # attributes of one that kno
 
 
 class AssignedBatches:
-    """A rank's batches of a batch sampler, which must have a length.
-
-    `place` returns `num_replicas` and `rank` of this rank now. With `repeats` some batches come
-    twice, so that all ranks have the same number.
-    """
+    """A rank's batches of a batch sampler with a length; by `repeats` all ranks have as many."""
 
     def __init__(
         self,
@@ -105,13 +101,9 @@ def assigns_batch_samplers(
 ) -> AbstractContextManager[None]:
     """Assign a trainer's ranks the batches of the user's batch samplers inside.
 
-    Args:
-        trainer: The trainer of the run.
-        place: Returns `num_replicas` and `rank` of this rank now.
-        broadcast: Returns rank 0's value on every rank; each rank must call.
-        training: Whether training batches are assigned, too; else the loader is copied as it is.
-        predictions: Whether the ranks take whole batches of any loader in predictions.
-        in_order: Whether several ranks, too, keep the order of a loader that does not shuffle.
+    Where it is not `training`, its loader is copied as it is; in `predictions` ranks take whole
+    batches of any loader; `in_order` several ranks, too, keep the order of one that does not
+    shuffle. `place` returns `num_replicas` and `rank` of now; `broadcast` is collective.
     """
 
     def assign(batches: Any, *, repeats: bool) -> AssignedBatches:

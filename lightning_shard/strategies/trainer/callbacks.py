@@ -162,7 +162,9 @@ def _check_root(callback: Any) -> None:
         return
     home = original(type(callback).__module__)
     if home.startswith(PACKAGE):
-        advice = f"import it from {_of_this_root(home.rpartition('.')[0])}"
+        package = home.rpartition(".")[0]
+        is_ours = original(__name__) == __name__
+        advice = f"import it from {package if is_ours else mirrored(package)}"
     elif _root_of(home):
         advice = f"import it from {pl.__name__}.callbacks"
     else:
@@ -171,10 +173,6 @@ def _check_root(callback: Any) -> None:
         f"The callback {type(callback).__name__} is of {roots.pop()}, but the Trainer is of "
         f"{pl.__name__}; expected callbacks of the same package: {advice}."
     )
-
-
-def _of_this_root(module: str) -> str:
-    return module if original(__name__) == __name__ else mirrored(module)
 
 
 def _root_of(module: str) -> str:
@@ -191,10 +189,7 @@ def _skip_once(summary: ModelSummary) -> None:
 
 
 def compare_by_identity(callbacks: Iterable[Callback]) -> None:
-    """Let the finetuning callbacks among these add parameters by identity.
-
-    The change stays after the run: its result is the same wherever no two parameters are equal.
-    """
+    """Let finetuning callbacks, from now on, add parameters by identity."""
     for callback in callbacks:
         if isinstance(callback, BaseFinetuning):
             callback.unfreeze_and_add_param_group = _unfreeze_and_add  # type: ignore[method-assign]

@@ -22,12 +22,7 @@ Logged = tuple[float, float]  # a value and its number of samples
 
 
 class ExactMeans:
-    """Keeps each value that this rank's steps have logged in an epoch.
-
-    Attributes:
-        counts: Whether the present micro-batch counts.
-        parts: Those of which what is being logged is the mean; empty where it is one value.
-    """
+    """Keeps an epoch's logged values of micro-batches that count, with the parts of a mean."""
 
     counts = True
     parts: Sequence[Logged] = ()

@@ -111,11 +111,9 @@ class SyncBatchNormOnCpu(LayerSync):
     @override
     def apply(self, model: nn.Module) -> nn.Module:
         for module in batch_norms(model):
-            module.forward = self._forward_of(module)  # type: ignore[assignment, method-assign]
+            synced: Any = _SyncedForward(module, self._collectives)
+            module.forward = synced  # type: ignore[method-assign]
         return model
-
-    def _forward_of(self, module: BatchNorm) -> "_SyncedForward":
-        return _SyncedForward(module, self._collectives)
 
     @override
     def revert(self, model: nn.Module) -> nn.Module:

@@ -287,10 +287,7 @@ def _generators(trainer: "pl.Trainer") -> list[Any]:
 
 
 class KeptState:
-    """What one rank keeps for checkpoints, in a fit and after it.
-
-    It is told each time which run asks, since another strategy may take it over from a lost rank.
-    """
+    """What one rank keeps for checkpoints, of the run that asks, in a fit and after it."""
 
     def __init__(self) -> None:
         self._place: PlaceInData | None = None  # of a fit
@@ -318,10 +315,7 @@ class KeptState:
     def entries(
         self, run: CheckpointedRun, file: StreamedFile | None, *, is_fitting: bool
     ) -> dict[str, Any]:
-        """Return the section's entries, without a fit those of the last one; each rank must call.
-
-        Without a streamed file somebody must have all of it, or a folder is saved.
-        """
+        """Return the section's entries, of this fit or the last; each rank must call."""
         shared, own, engine = self._shared, self._own, run.engine
         if is_fitting and engine is not None:
             shared, own = shared_state(engine), self._own_state(run, engine)

@@ -84,10 +84,7 @@ class BatchChanges:
 
 
 class StepAttributes:
-    """Records changes of a module's plain attributes in steps, to apply them everywhere.
-
-    With `buffers_of_first` the module's own buffers are those that the first microbatch leaves.
-    """
+    """Records changes of plain attributes in steps, and maybe own buffers, to apply everywhere."""
 
     def __init__(self, module: pl.LightningModule, *, buffers_of_first: bool) -> None:
         self._followed, self._buffers_of_first = _Followed(module), buffers_of_first
@@ -100,16 +97,7 @@ class StepAttributes:
     def step(
         self, size: int, *, counts: bool, completed: Callable[[Any], Any] = lambda value: value
     ) -> Iterator[StepNote]:
-        """Run the step of one microbatch on one stage inside; all its changes are put back.
-
-        Args:
-            size: Number of samples of the microbatch.
-            counts: Whether the step is the last stage's, whose changes are noted.
-            completed: Turns added values into ones that other ranks can take.
-
-        Yields:
-            The note that the caller writes the step's loss to.
-        """
+        """Run a microbatch's step inside, yield the note for its loss, and put changes back."""
         before, note, run = _Before(self._followed), StepNote(), running_stage()
         if run is not None:
             run.block_context = before.block
@@ -178,10 +166,7 @@ class StepAttributes:
         return BatchChanges(filled=filled, values=values, remarks=new)
 
     def put(self, changes: BatchChanges) -> None:
-        """Apply the batch's changes, as `merged` has returned them, to this rank's module.
-
-        Each rank must call, the last stage's, too.
-        """
+        """Apply the batch's changes, as `merged` has returned them; each rank must call."""
         follows = self._followed.follows
         for path in filter(follows, changes.values):
             self._followed.set(path, changes.values[path])
@@ -208,10 +193,7 @@ class _Followed:
         self.find()
 
     def find(self) -> None:
-        """Find the modules, but metrics, of which each rank has its own, and lazy ones.
-
-        A lazy one becomes another class in its first forward, which sets what that class has.
-        """
+        """Find the modules, but metrics and lazy ones, which become another class in a forward."""
         self._homes = {
             name: vars(one)
             for name, one in self._module.named_modules()
@@ -244,10 +226,7 @@ class _Followed:
         return self.left.isdisjoint((path, path[:1]))
 
     def is_of_weights(self, path: Path, value: Any) -> bool:
-        """Whether a list is of a layer's own weights, as recurrent layers note theirs.
-
-        A forward makes it anew where the weights are other tensors, as those lent to a stage are.
-        """
+        """Whether a list is of a layer's own weights, as recurrent layers note theirs."""
         if path[0] is _OPTIMIZERS or not isinstance(value, list):
             return False
         own = self._homes[path[0]]["_parameters"].values()

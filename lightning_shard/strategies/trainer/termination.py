@@ -73,12 +73,7 @@ class RequeueHandler:
 
 
 class RunTermination:
-    """How a signal to any rank ends the runs of one strategy.
-
-    Attributes:
-        lifeline: Says whether ranks stop before a step, at no cost for it; None where they have
-            nothing to agree over, and between the runs.
-    """
+    """How a signal to any rank ends the runs of one strategy."""
 
     lifeline: Lifeline | RanksTermination | None = None
 
@@ -108,10 +103,7 @@ class RunTermination:
         """Find out why all ranks have stopped, where not each knows it; each must call."""
 
     def watch(self, trainer: "pl.Trainer") -> None:
-        """Handle signals for a run; call before Lightning registers its handlers.
-
-        Earlier handlers stay as Lightning composes them.
-        """
+        """Handle signals for a run; call before Lightning registers its own handlers."""
         world = current_world()
         if world is not None:
             handle_sigterm(trainer, TerminationHandler(world.termination))
@@ -128,10 +120,7 @@ class RunTermination:
     def begin_step(
         self, trainer: "pl.Trainer | None", environment: ClusterEnvironment | None
     ) -> None:
-        """Begin a step; every rank must call before each of its steps.
-
-        A signal to this rank, or SLURM's, raises SIGTERMException; another rank's RankFailedError.
-        """
+        """Begin a step, or raise after a signal to any rank; every rank must call."""
         lifeline = self.lifeline
         if lifeline is None or not lifeline.step():
             return

@@ -71,16 +71,7 @@ def check_elementwise(callback: Averaging) -> None:
 
 
 class AverageOfShards:
-    """Cuts a callback's average until `restore`.
-
-    Args:
-        callback: Callback that holds a full copy of the module; rank 0's values win.
-        engine: The engine that holds the module. Each rank of the world must construct this.
-        world: Group of all ranks.
-        load: Loads a full `state_dict` into the module.
-        share_buffers: Gives rank 0 of a pipeline the module's buffers as their stages have them;
-            each rank must call.
-    """
+    """Cuts a callback's average, of rank 0's values, until `restore`; each rank must make one."""
 
     def __init__(
         self,
@@ -260,10 +251,7 @@ class AverageOfShards:
             own.copy_(kept)
 
     def restore(self, *, full: bool) -> None:
-        """Give the callback its methods back, and with `full`, by all ranks, the full average.
-
-        After a failure, when peers may be gone, an average in shards is lost.
-        """
+        """Give the callback its methods, and with `full`, by all ranks, the full average."""
         if full:
             self._gather_buffers()
             joined = [(copy, value.to(copy.device, copy=True)) for copy, value in self._full()]

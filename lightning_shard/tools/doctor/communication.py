@@ -36,10 +36,7 @@ def outward() -> tuple[str | None, str]:
 
 
 def adapter_speed(infiniband: Path = _INFINIBAND, net: Path = _NET) -> tuple[float, str] | None:
-    """Return the bytes a second of the host's adapters, and which those are.
-
-    InfiniBand and RoCE adapters count together; without any, the interface of the default route.
-    """
+    """Return the bytes a second of the host's adapters, and which those are, or its default one."""
     gigabits = [_gigabits(one) for one in sorted(infiniband.glob("*/ports/*/rate"))]
     if sum(gigabits):
         return sum(gigabits) * 1e9 / 8, f"{len(gigabits)} ports in {infiniband}"

@@ -45,15 +45,7 @@ def measured_machine(
     network: float | None = None,
     quick: bool = False,
 ) -> MachineProfile:
-    """Measure this host with so many ranks at once.
-
-    Args:
-        num_ranks: Ranks of the host; by default its GPUs, or two without any.
-        backend: Backend between the ranks, not "in_process".
-        network: Bytes a second that a device sends to other hosts; None takes its share of what the
-            adapters say.
-        quick: Whether to measure on small tensors, for tests: figures are then too low.
-    """
+    """Measure this host with so many ranks at once; `quick` measures small tensors, too low."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     ranks = num_ranks or (torch.cuda.device_count() if device_type == "cuda" else 2)
     if ranks < 1 or (device_type == "cuda" and ranks > torch.cuda.device_count()):

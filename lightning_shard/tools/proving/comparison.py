@@ -78,10 +78,7 @@ class Difference:
 
 @dataclass(kw_only=True)
 class Comparison:
-    """Ranks beside one device.
-
-    `differences` has what deviates by more than the tolerance, in the order of the run.
-    """
+    """Ranks beside one device, and what deviates by more than the tolerance, in order."""
 
     deviations: dict[Kind, float] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
@@ -161,11 +158,7 @@ def _scales(values: dict[Place, list[Tensor]]) -> dict[tuple[str, str, str], flo
 
 
 def norm_of_deviation(ranks: Records, alone: Records, kind: Kind) -> float:
-    """Return how far all values of a kind together are off, as norms: of the rest over the value.
-
-    Single elements that are next to nothing, which an optimizer may step by the rate whatever their
-    size, do not count for more than they are.
-    """
+    """Return how far all values of a kind together are off, as norms: the rest over the value."""
     apart, size = 0.0, 0.0
     for place, expected in alone.records[0].values.items():
         for _, got, want in pairs(ranks, place, expected) if place.kind == kind else ():
@@ -288,10 +281,7 @@ _ORDERS: tuple[Callable[[int], list[int]], ...] = (
 
 
 def in_parts(subject: Subject, ranks: Records) -> Records:
-    """Return one device that accumulates the gradients of the ranks' batches.
-
-    What ranks compute in half precision of their own samples is rounded before it is averaged.
-    """
+    """Return one device that accumulates the ranks' batches, whose parts round as theirs do."""
     parts = ranks.batches
     count = subject.accumulate * len(parts)
     options = {**subject.options, "accumulate_grad_batches": count}
@@ -313,11 +303,7 @@ def _with_whole_losses(record: Record, num_parts: int) -> Record:
 
 
 def deviations_in_low_precision(got: Records, alone: Records) -> dict[Kind, float]:
-    """Return by kind the largest deviation; of what optimizers make, that of all together.
-
-    An optimizer like Adam steps by its rate in a direction of noise where a gradient is nothing but
-    rounding.
-    """
+    """Return by kind the largest deviation; of what optimizers make, that of all together."""
     largest = compare(got, alone, math.inf).deviations
     found = {kind: value for kind, value in largest.items() if kind in _OF_A_STEP}
     return found | {kind: norm_of_deviation(got, alone, kind) for kind in _OF_AN_UPDATE}

@@ -59,11 +59,8 @@ class Record:
     Attributes:
         data_rank: Rank among those of different samples.
         values: By place the values, several where a module is called several times.
-        batches: The batches as they came from the loader.
-        epoch_metrics: Names of metrics that were logged for an epoch without `sync_dist`.
         unsynced: Names of all metrics that were logged without `sync_dist`.
         step_values: What a step has last logged without `sync_dist`, by the metric's name.
-        num_gathers: Calls of the module's `all_gather`.
     """
 
     rank: int = 0

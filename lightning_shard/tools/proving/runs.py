@@ -205,7 +205,10 @@ class Recorder(Callback):
         self._record = Record(rank=rank, data_rank=data_rank, num_data_ranks=num_data_ranks)
         self._sink.records[rank] = self._record
         enter = self._in_fit.enter_context
-        enter(batches_seen(trainer, self._note_batch))
+        seen = self._record.batches
+        enter(
+            batches_seen(trainer, lambda one: seen.append(tree_map_only(Tensor, torch.clone, one)))
+        )
         for name, noting in (
             ("log", self._log),
             ("all_gather", self._gather),
@@ -216,9 +219,6 @@ class Recorder(Callback):
             if name:
                 handle = module.register_forward_hook(self._noting_output(name))
                 self._in_fit.callback(handle.remove)
-
-    def _note_batch(self, batch: Any) -> None:
-        self._record.batches.append(tree_map_only(Tensor, torch.clone, batch))
 
     def _log(
         self, module: "pl.LightningModule", log: Callable[..., None], *args: Any, **kwargs: Any
@@ -359,7 +359,7 @@ class Recorder(Callback):
 EXACT = "64-true"
 """The precision in which differences are told from rounding."""
 
-_TAKEN = (
+TAKEN = (
     "accumulate_grad_batches",
     "gradient_clip_val",
     "gradient_clip_algorithm",
@@ -369,6 +369,7 @@ _TAKEN = (
     "inference_mode",
     "detect_anomaly",
 )
+"""The Trainer's options that may change what is trained."""
 
 
 class RunFailedError(Exception):
@@ -377,11 +378,11 @@ class RunFailedError(Exception):
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise if `trainer_options` has what a proof cannot take."""
-    unknown = [name for name in options if name not in _TAKEN]
+    unknown = [name for name in options if name not in TAKEN]
     if unknown:
         raise ConfigError(
             f"prove(trainer_options=...) got {', '.join(sorted(unknown))}, expected options that "
-            f"change what is trained: {', '.join(_TAKEN)}. The number of ranks, the precision and "
+            f"change what is trained: {', '.join(TAKEN)}. The number of ranks, the precision and "
             f"the steps are arguments of prove itself."
         )
 

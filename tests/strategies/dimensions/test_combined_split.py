@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.data_parallel.model_split import Unsplit
-from lightning_shard.strategies.dimensions.combined_split import combined
+from lightning_shard.data_parallel.model_split import Unsplit, combined
 
 
 class Halves(Unsplit):

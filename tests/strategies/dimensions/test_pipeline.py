@@ -15,8 +15,11 @@ from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.planning.description import Description
 from lightning_shard.strategies.dimensions.dimension import PlainRunner
-from lightning_shard.strategies.dimensions.pipeline import PipelineDimension, explaining_absent
-from lightning_shard.strategies.dimensions.stage_options import StageOptions
+from lightning_shard.strategies.dimensions.pipeline import (
+    PipelineDimension,
+    StageOptions,
+    explaining_absent,
+)
 from tests.strategies.dimensions.views import view
 from tests.strategies.parity import ignoring
 from tests.strategies.stacks import ByHand, Stack, fit, pipeline

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lightning_shard.strategies.dimensions.stage_options import StageOptions
+from lightning_shard.strategies.dimensions.pipeline import StageOptions
 
 
 def options(**given: Any) -> StageOptions:

@@ -67,11 +67,7 @@ _Stage = tuple[int, int]  # and the microbatch
 
 
 class LoggerCalls:
-    """Keeps what the steps of a batch give loggers, and then gives it to them.
-
-    Each rank of the pipeline must construct this and call it, and enter `in_hook`, which makes the
-    context in which weights look full.
-    """
+    """Keeps what the steps of a batch give loggers, and then gives it; each rank must call."""
 
     def __init__(
         self,

@@ -59,11 +59,7 @@ Logging = Callable[[Sequence[Logged]], AbstractContextManager[None]]
 
 
 class StepLogs:
-    """Records the `log` calls of a module's steps and replays them merged.
-
-    `logging` makes the context in which a value is logged, from those that it is the mean of; None
-    where nobody asks for these.
-    """
+    """Records the `log` calls of a module's steps and replays them merged."""
 
     def __init__(
         self,
@@ -90,10 +86,7 @@ class StepLogs:
         completed: Callable[[Any], Any] = lambda value: value,
         in_block: Callable[[LoggedCall], None] = lambda record: None,
     ) -> Iterator[StepNote]:
-        """Run the step of one microbatch on one stage inside, where `module.log` only records.
-
-        A step that is left by an exception, as one that is cut short, has logged nothing.
-        """
+        """Run a microbatch's step on a stage inside, where `module.log` only records."""
         if self._is_between_batches:
             self._is_between_batches = False
             self._metrics.find()
@@ -292,11 +285,7 @@ def _mean(values: Sequence[Tensor], sizes: Sequence[float]) -> Tensor:
 
 
 class MetricSources:
-    """Lets the metrics in a module compute from one rank's state until `restore`.
-
-    Metrics that are not submodules cannot be found. The pipeline's ranks must compute the same
-    metrics in the same order.
-    """
+    """Lets the metrics in a module compute from one rank's state, in one order, until `restore`."""
 
     def __init__(self, module: nn.Module, pipeline: Collectives, source: int) -> None:
         self._module = module
