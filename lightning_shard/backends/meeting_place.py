@@ -8,20 +8,16 @@ elastic                        a rendezvous server beside the ranks; see `lightn
 torchrun's agents keep one store over all restarts (torch 2.11 to 2.13 at least), where a rank might
 take an old round's addresses for this one's:
 
-    rank r    set hello/r = a word of its own             until "meeting" holds that word: ack, wait
+    rank r    set hello/r = a word, and its backend       until "meeting" holds that word: ack, wait
     rank 0    get every hello, set "meeting" to them and a name; when a hello is another: again
               all have acked this name: go
 """
 
 import json
-import os
 import secrets
-import socket
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from selectors import DefaultSelector
 from time import monotonic
 
 import torch.distributed as dist
@@ -29,10 +25,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from lightning_shard.backends._c10d import PrefixStore, Store, TCPStore
 from lightning_shard.backends.authentication.addresses import address_towards, listen, loopback_of
-from lightning_shard.backends.authentication.connection import Door
-from lightning_shard.backends.authentication.key_values import KeyValueService
-from lightning_shard.backends.authentication.store import SERVICE, store_at
+from lightning_shard.backends.authentication.store import store_at
 from lightning_shard.backends.authentication.token import JobAddress, find_token, remember
+from lightning_shard.backends.liveness.job_server import serve, tell_address, told_address
 from lightning_shard.backends.pending import is_about_a_peer
 from lightning_shard.core import settings
 from lightning_shard.errors import ConfigError
@@ -45,10 +40,19 @@ class MissingRanksError(dist.DistStoreError):  # a peer's end, to whoever asks w
     """Ranks did not come to the meeting; the message says which."""
 
 
-def fresh_store(store: Store, rank: int, world_size: int, patience: timedelta) -> Store:
-    """Wait for all ranks of this meeting, and return a part of the store that only they use."""
+def fresh_store(
+    store: Store, backend: str, rank: int, world_size: int, patience: timedelta
+) -> Store:
+    """Wait for all ranks of this meeting, and return a part of the store that only they use.
+
+    Raises:
+        ConfigError: The ranks have different backends; on every rank, or all would wait.
+    """
     desk = PrefixStore("lightning_shard/roll_call", store)
-    word, deadline = secrets.token_hex(8), time.monotonic() + patience.total_seconds()
+    word, deadline = (
+        f"{secrets.token_hex(8)} {backend}",
+        monotonic() + patience.total_seconds(),
+    )
     desk.set(f"hello/{rank}", word)
     desk.set_timeout(patience)
     meet = _call if rank == 0 else _answer
@@ -73,6 +77,7 @@ def _call(desk: Store, rank: int, world_size: int, word: str, wait: Callable[[],
             desk.set("meeting", json.dumps([name, told]))
         else:
             wait()
+    _check_same_backend(told, rank)
     desk.set(f"go/{name}", "")
     return name
 
@@ -83,9 +88,22 @@ def _answer(desk: Store, rank: int, world_size: int, word: str, wait: Callable[[
         name, words = json.loads(desk.get("meeting"))
         if len(words) == world_size and words[rank] == word:
             desk.set(f"ack/{name}/{rank}", "")
+            _check_same_backend(words, rank)
             if desk.check([f"go/{name}"]):
                 return str(name)
         wait()
+
+
+def _check_same_backend(words: list[str], rank: int) -> None:
+    backends = [word.partition(" ")[2] for word in words]
+    other = next((one for one, told in enumerate(backends) if told != backends[0]), 0)
+    if other:
+        raise ConfigError(
+            f"Rank {rank}: the ranks have different backends, expected the same on all: it is "
+            f"{backends[0]} on rank 0 and {backends[other]} on rank {other}. Pass the same backend "
+            "and debug to every rank's strategy, with devices of one kind, and set "
+            "LIGHTNING_SHARD_DEBUG on all ranks or none."
+        )
 
 
 def _who_is_missing(desk: Store, rank: int, world_size: int) -> MissingRanksError:
@@ -111,68 +129,26 @@ def _listed(ranks: list[int]) -> str:
 
 def _waiter(deadline: float, patience: timedelta) -> Callable[[], None]:
     def wait() -> None:
-        if time.monotonic() > deadline:
+        if monotonic() > deadline:
             raise dist.DistStoreError(f"timed out after {patience}: not every rank has come")
         time.sleep(_PAUSE_SECONDS)
 
     return wait
 
 
-_TICK_SECONDS = 1.0
-_UNSENT_SECONDS = 0.01
 _OPEN_KEY = "lightning_shard/open_store"
-_SERVER_KEY = "lightning_shard/server"
 _LONGEST_TRY = timedelta(seconds=10)
 
 
-class JobServer(threading.Thread):
-    """Serves a job's keys and values until the process ends."""
-
-    def __init__(self, listeners: Sequence[socket.socket], token: str) -> None:
-        super().__init__(name="lightning-shard-job", daemon=True)
-        self.port = int(listeners[0].getsockname()[1])
-        self._selector = DefaultSelector()
-        self._service = KeyValueService(self._selector)
-        self._door = Door(listeners, token, self._selector, {SERVICE: self._service.admit})
-        self._ends = False
-
-    def run(self) -> None:
-        """Serve until `end`."""
-        last_tick = monotonic()
-        while not self._ends:
-            seconds = _UNSENT_SECONDS if self._service.has_unsent else _TICK_SECONDS
-            for key, _ in self._selector.select(seconds):
-                key.data()
-            self._service.flush()
-            if (now := monotonic()) - last_tick >= _TICK_SECONDS:
-                self._door.tick(now)
-                last_tick = now
-        self._selector.close()
-        self.forget()
-
-    def end(self) -> None:
-        """Close the door and every connection."""
-        self._ends = True
-        self.join()
-
-    def forget(self) -> None:
-        """Close the sockets; in a forked child those of the parent."""
-        self._door.close()
-        self._service.close()
-
-
-_server: JobServer | None = None
-_place: tuple[str, int, str] | None = None
-
-
-def meet(rank: int, world_size: int, patience: timedelta) -> tuple[Store, JobAddress]:
+def meet(backend: str, rank: int, world_size: int, patience: timedelta) -> tuple[Store, JobAddress]:
     """Meet the other ranks at the place that the environment tells of; every rank must call."""
     place = settings.rendezvous()
     on_one_host = settings.is_on_one_host()
     token = find_token(place.port, on_one_host=on_one_host, rank=rank)
     remember(token)
     if settings.has_agent_store():
-        return _meet_by_agent(place.host, token, rank, world_size, patience, on_one_host)
+        desk = fresh_store(_agent_store(rank, patience), backend, rank, world_size, patience)
+        return _meet_by_agent(desk, place.host, token, rank, patience, on_one_host)
     host = loopback_of(place.host) if on_one_host else place.host
     address = JobAddress(host=host, port=place.port, token=token)
     if rank == 0:
@@ -181,34 +157,7 @@ def meet(rank: int, world_size: int, patience: timedelta) -> tuple[Store, JobAdd
         found = store_at(address, patience)
     except dist.DistError as error:
         raise _no_rank_zero(error) from error
-    return fresh_store(found, rank, world_size, patience), address
-
-
-def serve(address: JobAddress) -> JobAddress:
-    """Start the job's server in this process, which is rank 0's, unless it runs already."""
-    global _server, _place
-    wanted = (address.host, address.port, address.token)
-    if _server is None or _place != wanted or not address.port:
-        if _server is not None:
-            _server.end()
-            _server = None
-        try:
-            listeners = listen(address.host, address.port)
-        except OSError as error:
-            raise dist.DistNetworkError(
-                f"Rank 0 cannot listen at {address.host}, port {address.port}: {error}"
-            ) from error
-        _server, _place = JobServer(listeners, address.token), wanted
-        _server.start()
-    return JobAddress(host=address.host, port=_server.port, token=address.token)
-
-
-def end_service() -> None:
-    """End the job's server where it is in this process: all ranks have left what met there."""
-    global _server, _place
-    server, _server, _place = _server, None, None
-    if server is not None:
-        server.end()
+    return fresh_store(found, backend, rank, world_size, patience), address
 
 
 def store_without_python(
@@ -240,13 +189,12 @@ def store_without_python(
 
 
 def _meet_by_agent(
-    host: str, token: str, rank: int, world_size: int, patience: timedelta, on_one_host: bool
+    desk: Store, host: str, token: str, rank: int, patience: timedelta, on_one_host: bool
 ) -> tuple[Store, JobAddress]:
-    desk = fresh_store(_agent_store(rank, patience), rank, world_size, patience)
     if rank == 0:
         own = "127.0.0.1" if on_one_host else _own_address(host)
         address = serve(JobAddress(host=own, port=0, token=token))
-        desk.set(_SERVER_KEY, json.dumps([own, address.port]))
+        tell_address(desk, address)
         return store_at(address, patience), address
     return _find_server(desk, token, patience)
 
@@ -269,8 +217,7 @@ def _find_server(desk: Store, token: str, patience: timedelta) -> tuple[Store, J
     deadline = monotonic() + patience.total_seconds()
     while True:
         try:
-            host, port = json.loads(desk.get(_SERVER_KEY))
-            address = JobAddress(host=str(host), port=int(port), token=token)
+            address = told_address(desk, token)
             return store_at(address, min(patience, _LONGEST_TRY)), address
         except (ValueError, TypeError, ConfigError, dist.DistNetworkError):
             if monotonic() > deadline:
@@ -288,15 +235,3 @@ def _no_rank_zero(error: RuntimeError) -> MissingRanksError:
         "Rank 0, where the others meet, does not answer: see whether it runs, and whether this "
         f"host reaches its address and port. torch said: {error}"
     )
-
-
-def _forget_in_child() -> None:
-    """A forked child (a DataLoader's worker) serves nobody."""
-    global _server
-    server, _server = _server, None
-    if server is not None:
-        server.forget()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget_in_child)

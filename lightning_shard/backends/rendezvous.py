@@ -8,6 +8,7 @@ Ranks that meet anew have just lost a peer, and may lose another, which the life
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from threading import Event, Thread
 
 import torch
@@ -15,22 +16,20 @@ import torch
 from lightning_shard.backends import liveness
 from lightning_shard.backends._c10d import HashStore, PrefixStore, Store, init_default_group
 from lightning_shard.backends.authentication.addresses import address_towards, chosen_ports
-from lightning_shard.backends.authentication.token import JobAddress, remembered
+from lightning_shard.backends.authentication.token import remembered
 from lightning_shard.backends.liveness.interruption import end_at_exit
+from lightning_shard.backends.liveness.job_server import told_address
 from lightning_shard.backends.meeting_place import MissingRanksError, meet, store_without_python
 from lightning_shard.backends.objects import guard_torch
 from lightning_shard.backends.pending import is_about_a_peer
 from lightning_shard.core import settings
-from lightning_shard.errors import ConfigError, RankFailedError
+from lightning_shard.errors import RankFailedError
 
 # Ranks do not start at the same time: one may import for long on a busy host. That is no silence.
 SHORTEST_MEETING = timedelta(minutes=1)
 
 LONGEST_CONNECTING = timedelta(seconds=10)
 """How long ranks that all run already, and are ready, wait for each other at a given store."""
-
-HOST_KEY = "lightning_shard/host"
-"""Key of a given store under which rank 0 has put an address of its host."""
 
 _CHECK_SECONDS = 0.05
 
@@ -87,14 +86,12 @@ def _describe_place(store: Store | None, timeout: timedelta) -> str:
 
 def host_of_rank_zero(store: Store | None) -> str:
     """Return the name or address of the host of rank 0 of the ranks that meet at this store."""
-    return settings.rendezvous().host if store is None else store.get(HOST_KEY).decode()
+    return settings.rendezvous().host if store is None else told_address(store, "").host
 
 
 def is_on_one_host(store: Store | None) -> bool:
     """Whether the ranks that meet at this store reach each other over the loopback interface."""
-    if store is None:
-        return settings.is_on_one_host()
-    return settings.is_loopback(store.get(HOST_KEY).decode())
+    return settings.is_loopback(host_of_rank_zero(store)) if store else settings.is_on_one_host()
 
 
 def _join_at_rank_zero(
@@ -109,9 +106,8 @@ def _join_at_rank_zero(
         make_group(HashStore(), "")
         return
     guard_torch()
-    store, address = meet(rank, world_size, max(timeout, SHORTEST_MEETING))
+    store, address = meet(backend, rank, world_size, max(timeout, SHORTEST_MEETING))
     store.set_timeout(timeout)
-    _check_same_backend(store, backend, rank, world_size)
     try:
         make_group(store, address.host)
     except RuntimeError as error:
@@ -124,29 +120,7 @@ def _join_at_rank_zero(
             f"through between the hosts, from and to {address_towards(address.host, 0)} here; or "
             f"see whether another rank has ended. torch said: {error}"
         ) from error
-    liveness.start(store, address, rank=rank, world_size=world_size, timeout=timeout)
-
-
-def _check_same_backend(store: Store, backend: str, rank: int, world_size: int) -> None:
-    """Raise ConfigError on every rank if one would make another group, and all would wait."""
-    store.set(f"backend/{rank}", backend)
-    others = range(1, world_size)
-    if rank == 0:
-        told = [store.get(f"backend/{one}").decode() for one in range(world_size)]
-        other = next((one for one in others if told[one] != backend), 0)
-        store.set(
-            "backends", f"{backend} on rank 0 and {told[other]} on rank {other}" * bool(other)
-        )
-    if not (differing := store.get("backends").decode()):
-        return
-    store.set(f"backends_read/{rank}", "")
-    for other in others if rank == 0 else ():
-        store.get(f"backends_read/{other}")  # the store ends with rank 0
-    raise ConfigError(
-        f"Rank {rank}: the ranks have different backends, expected the same on all: it is "
-        f"{differing}. Pass the same backend and debug to every rank's strategy, with devices of "
-        f"one kind, and set LIGHTNING_SHARD_DEBUG on all ranks or none."
-    )
+    liveness.start(address, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _join_at(
@@ -158,10 +132,10 @@ def _join_at(
 ) -> None:
     guard_torch()
     store.set_timeout(min(timeout, LONGEST_CONNECTING))
-    host = store.get(HOST_KEY).decode()
-    at = JobAddress(host=host, port=0, token=remembered() or "")
-    liveness.start(store, at, rank=rank, world_size=world_size, timeout=timeout, name="given")
-    unless_a_rank_fails(lambda: make_group(store, host), "making the process group")
+    address = told_address(store, remembered() or "")
+    place = {"rank": rank, "world_size": world_size}
+    liveness.start(address, **place, timeout=timeout, look=partial(told_address, store, ""))
+    unless_a_rank_fails(lambda: make_group(store, address.host), "making the process group")
     store.set_timeout(timeout)
 
 

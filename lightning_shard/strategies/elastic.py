@@ -30,7 +30,7 @@ from torch.optim import LBFGS
 from typing_extensions import override
 
 from lightning_shard.backends.in_process.world import current_world
-from lightning_shard.backends.meeting_place import end_service
+from lightning_shard.backends.liveness.job_server import end_service
 from lightning_shard.backends.rendezvous import unless_a_rank_fails
 from lightning_shard.checkpoint.by_rank import in_memory, own_entry
 from lightning_shard.checkpoint.random_state import random_state

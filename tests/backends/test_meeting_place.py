@@ -18,7 +18,7 @@ def meet(store: Any, world_size: int) -> list[Any]:
     """Have all ranks meet, each on a thread."""
     with ThreadPoolExecutor(world_size) as pool:
         ranks = [
-            pool.submit(fresh_store, store, rank, world_size, PATIENCE)
+            pool.submit(fresh_store, store, "gloo", rank, world_size, PATIENCE)
             for rank in reversed(range(world_size))
         ]
         return [one.result() for one in reversed(ranks)]
@@ -53,14 +53,14 @@ def test_a_hello_of_an_earlier_round_is_not_taken_for_the_ranks_own() -> None:
 
 def test_a_rank_that_does_not_come_is_an_error() -> None:
     with pytest.raises(dist.DistError):
-        fresh_store(HashStore(), 0, 2, timedelta(seconds=0.1))
+        fresh_store(HashStore(), "gloo", 0, 2, timedelta(seconds=0.1))
 
 
 def test_who_has_not_come_in_time_is_said() -> None:
     """Who had not come in time was not said."""
     store, patience = HashStore(), timedelta(seconds=0.3)
     with ThreadPoolExecutor(2) as pool:
-        ranks = [pool.submit(fresh_store, store, rank, 4, patience) for rank in (0, 2)]
+        ranks = [pool.submit(fresh_store, store, "gloo", rank, 4, patience) for rank in (0, 2)]
         errors = [one.exception() for one in ranks]
     for error in errors:
         assert isinstance(error, MissingRanksError)

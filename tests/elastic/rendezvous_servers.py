@@ -24,13 +24,7 @@ class RunningServer:
         listeners = listen("127.0.0.1", 0)
         self.job = Job(host="127.0.0.1", port=listeners[0].getsockname()[1], token=TOKEN)
         self.server = RendezvousServer(rules, listeners, TOKEN)
-        self.thread = threading.Thread(target=self._serve, daemon=True)
-
-    def _serve(self) -> None:
-        try:
-            self.server.run()
-        finally:
-            self.server.close()
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
 
     @property
     def has_ended(self) -> bool:

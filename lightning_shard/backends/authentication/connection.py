@@ -22,13 +22,16 @@ import json
 import secrets
 import select
 import socket
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from selectors import EVENT_READ, BaseSelector
 from time import monotonic, sleep
 from typing import Any
 
+from typing_extensions import override
+
+from lightning_shard.backends.authentication.loop import Loop, Part
 from lightning_shard.backends.authentication.token import JobAddress
 
 Message = dict[str, Any]
@@ -232,37 +235,35 @@ MOST_STRANGERS = 128
 _MOST_AT_ONCE = 64
 
 
-class Door:
-    """Accepts connections for whoever owns the selector, and hands on the admitted ones.
-
-    By service, `admit` has the function that takes a sealed connection, then in no selector.
-    """
+class Door(Part):
+    """Accepts connections, and hands on the admitted ones to the service that they come for."""
 
     def __init__(
         self,
         listeners: Sequence[socket.socket],
         token: str,
         selector: BaseSelector,
-        admit: Mapping[str, Callable[[Connection], None]],
+        services: "Mapping[str, Served]",
     ) -> None:
         self._listeners = listeners
         self._token = token
         self._selector = selector
-        self._admit = admit
+        self._services = services
         self._strangers: dict[Connection, tuple[Listening, float]] = {}  # in order of their coming
         for listener in listeners:
             listener.setblocking(False)
             selector.register(listener, EVENT_READ, partial(self._accept, listener))
 
-    def tick(self, now: float) -> None:
-        """Close the strangers that have waited for too long; to be called every few seconds."""
+    @override
+    def tick(self, now: float, seconds: float) -> None:
+        """Close the strangers that have waited for too long."""
         for connection, (_, since) in list(self._strangers.items()):
             if now - since <= PATIENCE_SECONDS:
                 return
             self._turn_away(connection)
 
+    @override
     def close(self) -> None:
-        """Close every socket that is still the door's; in a forked child, too."""
         for listener in self._listeners:
             listener.close()
         for connection in self._strangers:
@@ -298,9 +299,9 @@ class Door:
         if messages and connection.is_open:
             handshake, _ = self._strangers[connection]
             service = handshake.answer(connection, messages[0])
-            if service is not None and service in self._admit and len(messages) == 1:
+            if service is not None and service in self._services and len(messages) == 1:
                 self._forget(connection)
-                self._admit[service](connection)
+                self._services[service].admit(connection)
                 return
         if messages or not connection.is_open:
             self._turn_away(connection)
@@ -314,7 +315,7 @@ class Door:
         self._selector.unregister(connection)
 
 
-class Served(ABC):
+class Served(Part):
     """The connections that one thread's selector serves, whose owners tell who they are."""
 
     def __init__(self, selector: BaseSelector) -> None:
@@ -330,15 +331,11 @@ class Served(ABC):
     def _lost(self, connection: Connection, owner: Any) -> None:
         """Hear of a connection that is closed; its owner is None where it has told of none."""
 
-    @property
-    def has_unsent(self) -> bool:
-        """Whether `flush` has something to do."""
-        return any(connection.has_unsent for connection in self._owners)
-
-    def flush(self) -> None:
-        """Send what the system takes of the messages that have not left yet."""
+    @override
+    def flush(self) -> bool:
         for connection in self._owners:
             connection.flush()
+        return any(connection.has_unsent for connection in self._owners)
 
     def admit(self, connection: Connection) -> None:
         """Serve a connection from now on."""
@@ -354,8 +351,14 @@ class Served(ABC):
             self._connections[owner].send(message)
 
     def _read(self, connection: Connection) -> None:
+        if connection not in self._owners:  # closed by an event of the same moment
+            return
         for message in connection.receive():
-            if not self._take(connection, message):
+            try:
+                is_fit = self._take(connection, message)
+            except (KeyError, TypeError, ValueError):  # no rank says so
+                is_fit = False
+            if not is_fit:
                 connection.is_open = False
                 break
         if not connection.is_open:
@@ -365,10 +368,17 @@ class Served(ABC):
             connection.close()
             self._lost(connection, owner)
 
+    @override
     def close(self) -> None:
-        """Close every connection."""
         for connection in self._owners:
             connection.close()
+
+
+def serve_behind_door(
+    loop: Loop, listeners: Sequence[socket.socket], token: str, services: Mapping[str, Served]
+) -> None:
+    """Have a loop serve these services to those who come in and know the token."""
+    loop.add(Door(listeners, token, loop.selector, services), *services.values())
 
 
 _RETRY_SECONDS = 0.05

@@ -152,10 +152,7 @@ class KeyValueService(Served):
 
     @override
     def _take(self, connection: Connection, message: Message) -> bool:
-        try:
-            answer = self._key_values.answer(message)
-        except (KeyError, TypeError, ValueError):  # no rank says so
-            return False
+        answer = self._key_values.answer(message)
         if answer is None:
             self._waiting[connection] = message
             return True

@@ -1,6 +1,6 @@
 """The lifeline: a control connection beside the data, by which ranks know of each other's end.
 
-                          rank 0
+                   job's server of rank 0
     rank 1 ─── lifeline ──> hub <── lifeline ─── rank 2        one thread in each process
        └──────── data ───────┴──────── data ───────┘           Gloo, NCCL, MPI
 
@@ -10,32 +10,31 @@ raises says so. The first of these is the verdict, which interrupts what every r
 """
 
 import os
-import socket
 import sys
-from dataclasses import replace
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from itertools import count
 from multiprocessing.util import Finalize
+from time import monotonic
 
 import torch.distributed as dist
 
-from lightning_shard.backends._c10d import Store
-from lightning_shard.backends.authentication.addresses import listen
-from lightning_shard.backends.authentication.connection import Connection
-from lightning_shard.backends.authentication.connection import connect as come_in
+from lightning_shard.backends.authentication.connection import connect
+from lightning_shard.backends.authentication.loop import Loop
 from lightning_shard.backends.authentication.token import JobAddress
+from lightning_shard.backends.liveness import job_server
+from lightning_shard.backends.liveness.interruption import interrupt_groups
 from lightning_shard.backends.liveness.lifeline import Lifeline
 from lightning_shard.backends.liveness.server import SERVICE
 from lightning_shard.backends.liveness.thread import (
-    LifelineThread,
+    KeptConnection,
     unwatch_signals_by,
     watch_signals_by,
 )
 from lightning_shard.errors import RankFailedError
 
 _starts = count()
-_thread: LifelineThread | None = None
+_kept: "KeptLifeline | None" = None
 _lifeline: Lifeline | None = None
 
 
@@ -51,44 +50,42 @@ def check(operation: str) -> None:
 
 
 def start(
-    store: Store,
     address: JobAddress,
     *,
     rank: int,
     world_size: int,
     timeout: timedelta,
-    name: str | None = None,
+    look: Callable[[], object] | None = None,
 ) -> None:
-    """Connect this process with all ranks; every rank must call. One rank alone needs nothing."""
-    global _thread, _lifeline
+    """Connect this process with all ranks; every rank must call. One rank alone needs nothing.
+
+    Args:
+        address: Where rank 0's server is.
+        rank: This process's.
+        world_size: The number of ranks.
+        timeout: How long the ranks wait for each other.
+        look: Raises if a rank of those that meet anew, where a loss is no end, was lost before.
+    """
+    global _kept, _lifeline
     stop()
     if world_size == 1:
         return
-    key = f"lightning_shard/lifeline/{next(_starts) if name is None else name}"
-    _thread = connect(
-        store,
-        key,
-        address,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        met_anew=name is not None,
-    )
-    _lifeline = _thread.lifeline
-    _thread.start()
+    _kept = KeptLifeline(address, rank=rank, world_size=world_size, timeout=timeout, look=look)
+    _lifeline = _kept.lifeline
     # Not atexit, whose functions a process that `multiprocessing` has started does not run.
     Finalize(None, stop_at_exit, exitpriority=0)
-    store.get(key)  # which may know of ranks that were lost before this lifeline was there
+    if look is not None:
+        look()  # it may know of ranks that were lost before this lifeline was there
     _lifeline.await_all(timeout.total_seconds())
 
 
 def stop() -> None:
     """Leave in order: the others do not miss this rank. Does nothing when nothing was started."""
-    global _thread, _lifeline
+    global _kept, _lifeline
     unwatch_signals()
-    thread, _thread, _lifeline = _thread, None, None
-    if thread is not None:
-        thread.leave()
+    kept, _kept, _lifeline = _kept, None, None
+    if kept is not None:
+        kept.leave()
 
 
 def stop_at_exit() -> None:
@@ -101,61 +98,78 @@ def stop_at_exit() -> None:
     stop()
 
 
-def connect(
-    store: Store,
-    key: str,
-    address: JobAddress,
-    *,
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
-    met_anew: bool = False,
-) -> LifelineThread:
-    """Return a rank's thread, not yet started, with its connection to the hub."""
-    seconds = timeout.total_seconds()
-    try:
-        hub: Connection | list[socket.socket]
-        if rank == 0:
-            hub = listen(address.host, 0)
-            store.set(key, str(hub[0].getsockname()[1]))
+class KeptLifeline:
+    """A lifeline and the thread that keeps it: on rank 0 the job's server, whose hub it is.
+
+    Raises:
+        RankFailedError: The hub cannot be reached.
+    """
+
+    def __init__(
+        self,
+        address: JobAddress,
+        *,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        look: Callable[[], object] | None = None,
+    ) -> None:
+        seconds, met_anew = timeout.total_seconds(), look is not None
+        try:
+            connection = connect(address, SERVICE, seconds, between_tries=look or (lambda: None))
+        except (OSError, dist.DistError) as error:
+            raise RankFailedError(
+                f"Rank {rank} of {world_size} could not set up its control connection with rank 0 "
+                f"on {address.host} within {timeout}. Check that rank 0 runs and that the hosts "
+                "reach each other's ports, as the ranks' data needs them too. The system said: "
+                f"{error}"
+            ) from error
+        self.kept = kept = KeptConnection(connection, seconds)
+        self.lifeline = Lifeline(
+            rank=rank,
+            world_size=world_size,
+            silence_seconds=kept.silence_seconds,
+            send=kept.send,
+            interrupt=interrupt_groups,
+            now=monotonic(),
+            met_anew=met_anew,
+        )
+        self._server = job_server.current() if rank == 0 else None
+        self.thread = self._server or Loop("lightning-shard-lifeline")
+        kept.keep(self.thread, self.lifeline)
+        meeting = "anew" if met_anew else f"start {next(_starts)}"  # at a server of its own
+        place = {"meeting": meeting, "rank": rank, "world_size": world_size}
+        kept.send({"kind": "join", "silence_seconds": kept.silence_seconds, **place})
+        self.lifeline.beat()
+        if self._server is None:
+            self.thread.start()
+
+    def leave(self) -> None:
+        """Say goodbye to the others and end the connection."""
+        self.lifeline.leave()
+        if self._server is None:
+            self.thread.end()
         else:
-            of_hub = replace(address, port=int(store.get(key)))
-            hub = come_in(of_hub, SERVICE, seconds, between_tries=partial(store.get, key))
-    except (OSError, ValueError, dist.DistError) as error:
-        raise RankFailedError(
-            f"Rank {rank} of {world_size} could not set up its control connection with rank 0 on "
-            f"{address.host} within {timeout}. Check that rank 0 runs and that the hosts reach "
-            f"each other's ports, as the ranks' data needs them too. The system said: {error}"
-        ) from error
-    return LifelineThread(
-        rank=rank,
-        world_size=world_size,
-        timeout_seconds=seconds,
-        token=address.token,
-        hub=hub,
-        met_anew=met_anew,
-    )
+            self.kept.leave()
 
 
 def watch_signals() -> None:
     """Have the thread told of signals when the main thread is where no handler of Python's runs."""
-    if _lifeline is not None:
-        watch_signals_by(_lifeline.signal_fd)
+    if _kept is not None:
+        watch_signals_by(_kept.thread.signal_fd)
 
 
 def unwatch_signals() -> None:
     """Undo `watch_signals`."""
-    if _lifeline is not None:
-        unwatch_signals_by(_lifeline.signal_fd)
+    if _kept is not None:
+        unwatch_signals_by(_kept.thread.signal_fd)
 
 
 def _forget_in_child() -> None:
-    """A forked child (a DataLoader's worker) is no rank, and must not keep the sockets open."""
-    global _thread, _lifeline
+    """A forked child (a DataLoader's worker) is no rank."""
+    global _kept, _lifeline
     unwatch_signals()
-    thread, _thread, _lifeline = _thread, None, None
-    if thread is not None:
-        thread.forget()
+    _kept = _lifeline = None
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

@@ -37,6 +37,9 @@ from lightning_shard.errors import RankFailedError
 
 _LONGEST_EVENT = 500
 _LONG_SECONDS = 2.0  # after which others are told the line, too
+_LONGEST_BEAT_SECONDS = 5.0
+_FIRST_BEAT_SECONDS = 0.25
+_LEAVING_SECONDS = 5.0
 _ENDING_SECONDS = 10.0  # in which the main thread hears of a verdict after SIGTERM
 KEPT = 64
 """How many beginnings and ends of operations a rank remembers."""
@@ -94,12 +97,10 @@ class Lifeline:
         send: Callable[[Message], None],
         interrupt: Callable[[], None],
         now: float,
-        signal_fd: int = -1,
         met_anew: bool = False,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.signal_fd = signal_fd
         self.was_terminated = False
         self.requeue_signal = 0
         self.requeues = False
@@ -113,7 +114,6 @@ class Lifeline:
         self._verdict: LivenessVerdict | None = None
         self._table: Table = {}
         self._all_have_come = False
-        self._hub_heard = now
         self._hub_has_left = False
         self._has_announced_requeue = False
         self._steps = 0
@@ -277,7 +277,19 @@ class Lifeline:
             self._send({"kind": "stopped"})
         return self.stops or (self._hub_has_left and self.was_terminated)
 
+    def leave(self) -> None:
+        """Say goodbye to the others; rank 0 waits until the hub has told them."""
+        self._send({"kind": "bye"})
+        if self.rank == 0:
+            with self._news:
+                self._news.wait_for(lambda: self._hub_has_left, _LEAVING_SECONDS)
+
     # --- told by the lifeline's thread ----------------------------------------------------------
+
+    @property
+    def longest_beat_seconds(self) -> float:
+        """How many seconds lie between two beats: few until the hub knows that this rank runs."""
+        return _LONGEST_BEAT_SECONDS if self.has_told_of_operations else _FIRST_BEAT_SECONDS
 
     def beat(self) -> None:
         """Tell the hub what this rank is doing."""
@@ -292,24 +304,14 @@ class Lifeline:
         self._send({"kind": "beat", "doing": activity.describe(now) + place, "waits": waits})
 
     def tick(self, now: float) -> None:
-        """Beat, and give the hub up when it has said nothing for too long.
-
-        A process whose main thread does not hear of a verdict, since it computes, is ended here.
-        """
+        """Beat, and end a process whose main thread does not hear of a verdict: it computes."""
         self.beat()
         if now > self._ends_at:
             self._print("has not heard of it, and is ended")
             os._exit(1)
-        if now - self._hub_heard > self._silence_seconds:
-            self._judge_hub(f"fell silent for {now - self._hub_heard:.1f} s")
-
-    def forgive(self, now: float) -> None:
-        """Start the hub's time anew: this process itself was not running for a while."""
-        self._hub_heard = now
 
     def heard(self, message: Message, now: float) -> None:
         """Take note of a message that has come from the hub."""
-        self._hub_heard = now
         match message["kind"]:
             case "welcome":
                 self._all_have_come = True
@@ -343,9 +345,11 @@ class Lifeline:
         with self._news:
             self._news.notify_all()
 
-    def hub_lost(self) -> None:
-        """Take note that the connection to the hub has ended."""
-        self._judge_hub("died")
+    def server_lost(self, event: str) -> None:
+        """Take note that the hub, which is rank 0's, "died" or "fell silent for ..."."""
+        if not self._hub_has_left:
+            doing = "it held the ranks' connections, so nothing is known of the others"
+            self._judge(LivenessVerdict(rank=0, event=event, doing=doing))
 
     def lost(self, rank: int, event: str) -> None:
         """Take note of a rank's end that the job's rendezvous server has reported."""
@@ -358,11 +362,6 @@ class Lifeline:
         activity = self._activity
         if self._failing is not None and activity.inside and activity.number > self._failing:
             self._send({"kind": "past"})
-
-    def _judge_hub(self, event: str) -> None:
-        if not self._hub_has_left:
-            doing = "it held the ranks' connections, so nothing is known of the others"
-            self._judge(LivenessVerdict(rank=0, event=event, doing=doing))
 
     def _judge(self, verdict: LivenessVerdict) -> None:
         if self._verdict is None and verdict.is_timeout:  # before a thread goes on with it

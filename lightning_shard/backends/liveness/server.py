@@ -1,8 +1,7 @@
-"""The hub, its connections, of which each belongs to a rank, and what it says of ranks in words."""
+"""The hub of the ranks that have met, its connections, and what it says of ranks in words."""
 
 import math
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from selectors import BaseSelector
 from time import monotonic
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 
 from typing_extensions import override
 
-from lightning_shard.backends.authentication.connection import Connection, Door, Message, Served
+from lightning_shard.backends.authentication.connection import Connection, Message, Served
 from lightning_shard.core import settings
 from lightning_shard.errors import RankFailedError
 
@@ -144,7 +143,7 @@ class Hub:
     A SIGTERM is no failure yet. Told to *hold*, each rank answers how many steps it has begun and
     waits before the step after the next; the hub then has all of them *stop* where the foremost
     will be. So does SLURM's signal before it requeues the job. A rank that does not come to its
-    next step within the grace gets the verdict.
+    next step within the grace gets the verdict. Where rank 0 leaves in order, the hub is over.
     """
 
     def __init__(
@@ -156,7 +155,8 @@ class Hub:
         grace_seconds: float = 30.0,
     ) -> None:
         self._members = {rank: _Member(heard=now) for rank in range(world_size)}
-        self._silence_seconds = silence_seconds
+        self.silence_seconds = silence_seconds
+        self.is_over = False
         self._tell = tell
         self._grace_seconds = grace_seconds
         self._told_waits = _WAIT_SECONDS
@@ -188,6 +188,8 @@ class Hub:
                 member.has_stopped |= message["kind"] == "stopped"
                 member.has_left |= message["kind"] == "bye"
                 self._stop_when_all_hold()
+                if rank == 0 and member.has_left:
+                    self._end()
 
     def _hear_of_failure(self, rank: int, message: Message, now: float) -> None:
         member = self._members[rank]
@@ -230,7 +232,7 @@ class Hub:
     def tick(self, now: float) -> None:
         """Send everybody a beat and look who has been silent for too long."""
         for rank, member in self._members.items():
-            if not member.has_left and now - member.heard > self._silence_seconds:
+            if not member.has_left and now - member.heard > self.silence_seconds:
                 self._judge(rank, f"fell silent for {now - member.heard:.1f} s", now)
         if any(
             m.raised and now - m.raised_at > LONGEST_WAIT_SECONDS for m in self._members.values()
@@ -263,9 +265,11 @@ class Hub:
         for member in self._members.values():
             member.heard = now
 
-    def leave(self) -> None:
-        """Tell the others that rank 0 leaves in order."""
-        self._tell_all({"kind": "bye"})
+    def _end(self) -> None:
+        """Tell all that rank 0 leaves in order, and rank 0 last, which waits for the word."""
+        self.is_over = True
+        for rank in reversed(self._members):
+            self._tell(rank, {"kind": "bye"})
 
     def table(self, now: float) -> dict[str, str]:
         """Return in words what each rank was last doing, by rank."""
@@ -305,53 +309,59 @@ class Hub:
                 self._tell(rank, message)
 
 
-class HubServer(Served):
-    """Serves a `Hub` behind a door, through which each rank says its number first."""
+class HubService(Served):
+    """Serves a `Hub` to the ranks of each meeting, which say first who they are, and of which."""
 
-    def __init__(
-        self,
-        listeners: Sequence[socket.socket],
-        token: str,
-        world_size: int,
-        silence_seconds: float,
-        selector: BaseSelector,
-    ) -> None:
+    def __init__(self, selector: BaseSelector) -> None:
         super().__init__(selector)
-        self._world_size = world_size
-        self.hub = Hub(
-            world_size, silence_seconds, self._tell, monotonic(), settings.grace_seconds()
-        )
-        self._door = Door(listeners, token, selector, {SERVICE: self.admit})
+        self._hubs: dict[str, Hub] = {}
 
-    def tick(self, now: float) -> None:
-        """Let time pass, for the hub and at the door."""
-        self._door.tick(now)
-        self.hub.tick(now)
-
-    def leave(self) -> None:
-        """Read what has come, rank 0's own last messages among it, and tell all ranks goodbye."""
-        for connection in list(self._owners):
-            self._read(connection)
-        self.hub.leave()
-        self.flush()
+    @property
+    @override
+    def tick_seconds(self) -> float:
+        beats = (hub.silence_seconds / 7 for hub in self._hubs.values())
+        return min([super().tick_seconds, *beats])
 
     @override
-    def close(self) -> None:
-        self._door.close()
-        super().close()
+    def tick(self, now: float, seconds: float) -> None:
+        for hub in self._hubs.values():
+            if seconds > hub.silence_seconds / 2:  # this process was stopped
+                hub.forgive(now)
+            hub.tick(now)
 
     @override
     def _take(self, connection: Connection, message: Message) -> bool:
-        if self._owners[connection] is None:
-            rank = message.get("rank")
-            is_rank = isinstance(rank, int) and 0 <= rank < self._world_size
-            if not is_rank or rank in self._connections:
-                return False
-            self._know(connection, rank)
-        self.hub.heard(self._owners[connection], message, monotonic())
+        now = monotonic()
+        if self._owners[connection] is None and not self._is_let_in(connection, message, now):
+            return False
+        meeting, rank = self._owners[connection]
+        if rank == 0 and message["kind"] == "bye":
+            for other in [one for one in self._owners if one is not connection]:
+                self._read(other)  # what has come before is heard before the end
+        if (hub := self._hubs.get(meeting)) is not None:  # else rank 0 has left
+            hub.heard(rank, message, now)
+            if hub.is_over:
+                del self._hubs[meeting]
+        return True
+
+    def _is_let_in(self, connection: Connection, message: Message, now: float) -> bool:
+        """Return whether the message is one of a rank that comes, of which there is none yet."""
+        meeting, rank = message["meeting"], message["rank"]
+        if (meeting, rank) in self._connections or not 0 <= rank < message["world_size"]:
+            return False
+        if meeting not in self._hubs:
+            self._hubs[meeting] = Hub(
+                message["world_size"],
+                message["silence_seconds"],
+                lambda rank, told: self._tell((meeting, rank), told),
+                now,
+                settings.grace_seconds(),
+            )
+        self._know(connection, (meeting, rank))
         return True
 
     @override
     def _lost(self, connection: Connection, owner: Any) -> None:
-        if owner is not None:
-            self.hub.lost(owner, monotonic())
+        meeting, rank = owner or ("", 0)
+        if meeting in self._hubs:
+            self._hubs[meeting].lost(rank, monotonic())

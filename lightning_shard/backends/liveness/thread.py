@@ -1,31 +1,21 @@
-"""The threads that each keep a connection with a server: beats, messages, and signals.
+"""Connections that a thread keeps with a server: beats, messages, and signals.
 
-One thread of a process keeps its lifeline, and on rank 0 serves the hub; that of an elastic job's
-member is a subclass in `lightning_shard.elastic`. SIGTERM comes here, too.
+Each process keeps one with its hub, the lifeline, and a member of an elastic job one with the
+rendezvous server, too. SIGTERM comes here, where the main thread may run no handler.
 """
 
-import contextlib
 import os
 import signal
-import socket
 import threading
-from abc import abstractmethod
-from collections import deque
-from collections.abc import Sequence
-from selectors import EVENT_READ, DefaultSelector
+from functools import partial
+from selectors import EVENT_READ
 from time import monotonic
 from typing import Protocol
 
-from lightning_shard.backends.authentication.connection import Connection, Message
-from lightning_shard.backends.liveness.interruption import interrupt_groups
-from lightning_shard.backends.liveness.lifeline import Lifeline
-from lightning_shard.backends.liveness.server import HubServer
+from typing_extensions import override
 
-_LONGEST_BEAT_SECONDS = 5.0
-_FIRST_BEAT_SECONDS = 0.25  # until the hub knows that this rank has begun
-_UNSENT_SECONDS = 0.01
-_LEAVING_SECONDS = 5.0
-_WAKE = b"\0"  # no signal's number
+from lightning_shard.backends.authentication.connection import Connection, Message
+from lightning_shard.backends.authentication.loop import Loop, Part
 
 TERMINATED_STATUS = 128 + signal.SIGTERM
 
@@ -88,203 +78,107 @@ def unwatch_signals_by(signal_fd: int) -> None:
             signal.set_wakeup_fd(before)
 
 
-class ConnectionThread(threading.Thread):
-    """Keeps one connection with a server: sends what other threads ask it to, beats and listens.
+class Listener(Terminable, Requeueable, Protocol):
+    """An object that a kept connection is for: a lifeline, or an elastic run's membership."""
 
-    It ends with the message of kind `goodbye`.
-    """
+    requeue_signal: int
+    """The signal by which SLURM says that it will start the job again; 0 for none."""
+
+    @property
+    def longest_beat_seconds(self) -> float:
+        """How many seconds lie between two beats at most."""
+
+    def tick(self, now: float) -> None:
+        """Beat."""
+
+    def heard(self, message: Message, now: float) -> None:
+        """Take note of what the server has said."""
+
+    def server_lost(self, event: str) -> None:
+        """Take note that the server "died" or "fell silent for ..."; it may come repeatedly."""
+
+
+class KeptConnection(Part):
+    """One end of a connection with a server: beats, listens, and notices the server's silence."""
 
     def __init__(
-        self, name: str, timeout_seconds: float, longest_beat_seconds: float, goodbye: str
+        self, connection: Connection, timeout_seconds: float, heard: float | None = None
     ) -> None:
-        super().__init__(name=name, daemon=True)
-        self._connection: Connection
-        self._longest_beat = min(timeout_seconds / 10, longest_beat_seconds)
-        self._silence_seconds = 0.7 * timeout_seconds
-        self._goodbye = goodbye
-        self._requests: deque[Message] = deque()
-        self._sigterms = RepeatedSignal()
-        self._is_leaving = False
-        self._selector = DefaultSelector()
-        self._wake_read, self._wake_write = socket.socketpair()
-        for end in (self._wake_read, self._wake_write):
-            end.setblocking(False)
-        self._selector.register(self._wake_read, EVENT_READ, self._wake)
-
-    def _keep(self, connection: Connection) -> None:
+        self.silence_seconds = 0.7 * timeout_seconds
+        self._timeout_seconds = timeout_seconds
         self._connection = connection
-        self._selector.register(connection, EVENT_READ, self._hear)
+        self._heard = monotonic() if heard is None else heard
+        self.sigterms = RepeatedSignal()
+        self._listener: Listener
+        self._thread: Loop
+
+    def keep(self, thread: Loop, listener: Listener) -> None:
+        """Have a thread keep this connection for a listener; to be called once."""
+        self._thread, self._listener = thread, listener
+
+        def begin() -> None:
+            thread.take_signals = self._take_signals
+            thread.selector.register(self._connection, EVENT_READ, self._hear)
+            thread.add(self)
+
+        thread.call(begin)
 
     @property
-    def signal_fd(self) -> int:
-        """Where `signal.set_wakeup_fd` may write which signals come."""
-        return self._wake_write.fileno()
-
-    @property
-    def _beat_seconds(self) -> float:
-        return self._longest_beat
-
-    @property
-    def _has_unsent(self) -> bool:
-        return self._connection.has_unsent
-
-    @property
-    def _goes_on(self) -> bool:
-        return not self._is_leaving
-
-    @abstractmethod
-    def _tick(self, now: float, seconds: float) -> None:
-        """Beat, so many seconds after the last time."""
-
-    @abstractmethod
-    def _hear(self) -> None:
-        """Take what the server says."""
-
-    @abstractmethod
-    def _take_signals(self, signals: bytes) -> None:
-        """Take note of signals by their numbers; the main thread may be where no handler runs."""
-
-    @abstractmethod
-    def _finish(self) -> None:
-        """End what the thread alone uses, as its last act."""
+    def own_address(self) -> str:
+        """The address of this end."""
+        return self._connection.own_address
 
     def send(self, message: Message) -> None:
         """Send a message to the server, from any thread; does nothing once the thread has ended."""
-        self._requests.append(message)
-        self._wake_up()
-
-    def forget(self) -> None:
-        """Let go of the sockets in a forked child, so that they end when the parent does."""
-        # Unregistering would reach into the parent's selector, which a fork shares.
-        self._selector.close()
-        self._close()
-
-    def run(self) -> None:
-        """Serve until this process leaves."""
-        last_beat = monotonic()
-        while self._goes_on:
-            for key, _ in self._selector.select(self._patience(last_beat)):
-                key.data()
-            self._send_requests()
-            now = monotonic()
-            if now - last_beat >= self._beat_seconds:
-                self._tick(now, now - last_beat)
-                last_beat = now
-        self._finish()
-
-    def _patience(self, last_beat: float) -> float:
-        until_beat = max(0.0, last_beat + self._beat_seconds - monotonic())
-        return min(until_beat, _UNSENT_SECONDS) if self._has_unsent else until_beat
-
-    def _send_requests(self) -> None:
-        while self._requests:
-            message = self._requests.popleft()
-            self._connection.send(message)
-            if message["kind"] == self._goodbye:
-                self._is_leaving = True
-        self._connection.flush()
-
-    def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):  # full: the thread is awake; closed: it has ended
-            self._wake_write.send(_WAKE)
-
-    def _wake(self) -> None:
-        """Empty the pipe; a signal's number in it comes from `signal.set_wakeup_fd`."""
-        signals = b""
-        with contextlib.suppress(BlockingIOError):
-            signals = self._wake_read.recv(1 << 12)
-        self._take_signals(signals)
-
-    def _close(self) -> None:
-        self._connection.close()
-        self._wake_read.close()
-        self._wake_write.close()
-
-
-class LifelineThread(ConnectionThread):
-    """Drives one rank's `Lifeline`, and on rank 0, where `hub` is what listens, the hub."""
-
-    def __init__(
-        self,
-        *,
-        rank: int,
-        world_size: int,
-        timeout_seconds: float,
-        token: str,
-        hub: Connection | Sequence[socket.socket],
-        met_anew: bool = False,
-    ) -> None:
-        super().__init__("lightning-shard-lifeline", timeout_seconds, _LONGEST_BEAT_SECONDS, "bye")
-        self._server: HubServer | None = None
-        if not isinstance(hub, Connection):
-            self._server = HubServer(hub, token, world_size, self._silence_seconds, self._selector)
-            own, other_end = socket.socketpair()
-            self._server.admit(Connection(other_end))
-            hub = Connection(own)
-        self._keep(hub)
-        self.lifeline = Lifeline(
-            rank=rank,
-            world_size=world_size,
-            silence_seconds=self._silence_seconds,
-            send=self.send,
-            interrupt=interrupt_groups,
-            now=monotonic(),
-            signal_fd=self.signal_fd,
-            met_anew=met_anew,
-        )
-        self.send({"kind": "join", "rank": rank})
-        self.lifeline.beat()
+        self._thread.call(partial(self._connection.send, message))
 
     def leave(self) -> None:
-        """Say goodbye to the others and end the thread."""
-        self.send({"kind": "bye"})
-        self.join(_LEAVING_SECONDS)
+        """Close the connection, from another thread."""
+        self._thread.call_and_wait(self._leave)
+
+    def _leave(self) -> None:
+        self._thread.remove(self)
+        self.drop()
+
+    def drop(self) -> None:
+        """Close the connection, on the thread that keeps it."""
+        if self._connection.fileno() >= 0:
+            self._thread.selector.unregister(self._connection)
+            self._connection.close()
 
     @property
-    def _has_unsent(self) -> bool:
-        return super()._has_unsent or (self._server is not None and self._server.has_unsent)
+    @override
+    def tick_seconds(self) -> float:
+        return min(self._timeout_seconds / 10, self._listener.longest_beat_seconds)
 
-    @property
-    def _beat_seconds(self) -> float:
-        if self.lifeline.has_told_of_operations:
-            return self._longest_beat
-        return min(self._longest_beat, _FIRST_BEAT_SECONDS)
+    @override
+    def flush(self) -> bool:
+        self._connection.flush()
+        return self._connection.has_unsent
 
-    def _send_requests(self) -> None:
-        super()._send_requests()
-        if self._server is not None:
-            self._server.flush()
+    @override
+    def tick(self, now: float, seconds: float) -> None:
+        if seconds > self.silence_seconds / 2:  # this process was stopped
+            self._heard = max(self._heard, now)
+        self._listener.tick(now)
+        if now - self._heard > self.silence_seconds:
+            self._listener.server_lost(f"fell silent for {now - self._heard:.1f} s")
 
-    def _tick(self, now: float, seconds: float) -> None:
-        was_stopped = seconds > self._silence_seconds / 2
-        if was_stopped:
-            self.lifeline.forgive(now)
-        self.lifeline.tick(now)
-        if self._server is not None:
-            if was_stopped:
-                self._server.hub.forgive(now)
-            self._server.tick(now)
+    @override
+    def close(self) -> None:
+        self._connection.close()
+
+    def _take_signals(self, signals: bytes) -> None:
+        listener = self._listener
+        if signal.SIGTERM in signals:
+            self.sigterms.come(listener)
+        if listener.requeue_signal and listener.requeue_signal in signals:
+            listener.announce_requeue()
 
     def _hear(self) -> None:
         for message in self._connection.receive():
-            self.lifeline.heard(message, monotonic())
+            self._heard = monotonic()
+            self._listener.heard(message, self._heard)
         if not self._connection.is_open:
-            self._selector.unregister(self._connection)
-            self.lifeline.hub_lost()
-
-    def _take_signals(self, signals: bytes) -> None:
-        if signal.SIGTERM in signals:
-            self._sigterms.come(self.lifeline)
-        if self.lifeline.requeue_signal and self.lifeline.requeue_signal in signals:
-            self.lifeline.announce_requeue()
-
-    def _finish(self) -> None:
-        if self._server is not None:
-            self._server.leave()
-        self._selector.close()
-        self._close()
-
-    def _close(self) -> None:
-        super()._close()
-        if self._server is not None:
-            self._server.close()
+            self.drop()
+            self._listener.server_lost("died")

@@ -40,7 +40,7 @@ from lightning_shard.backends.calls import Call, describe_tensor
 from lightning_shard.backends.debug_wrapper import debug_name, exchange_collectives, register_debug
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.group_handle import FlightWork, InFlight, OperationWatch, ranks_of
-from lightning_shard.backends.meeting_place import serve
+from lightning_shard.backends.liveness.job_server import serve
 from lightning_shard.backends.mpi import runtime
 from lightning_shard.backends.mpi.runtime import COLLECTIVE, MADE, Need, given_up, lock, mpi
 from lightning_shard.backends.objects import guard_torch
@@ -645,7 +645,7 @@ class MPIBackend(Backend):
             timeout=timeout,
         )
         address = cast(JobStore, meeting).address
-        liveness.start(meeting, address, rank=rank, world_size=world_size, timeout=timeout)
+        liveness.start(address, rank=rank, world_size=world_size, timeout=timeout)
 
     @override
     def collectives(self, group: dist.ProcessGroup) -> ExchangeCollectives:

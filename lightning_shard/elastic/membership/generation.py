@@ -18,6 +18,7 @@ import torch
 from lightning_shard.backends.base import Backend
 from lightning_shard.checkpoint.host_buffers import HostBuffers, SnapshotBuffers
 from lightning_shard.checkpoint.rank_snapshot import Snapshot
+from lightning_shard.errors import EvictedError, JobOverError
 
 SignalHandler = Callable[[int, FrameType | None], None]
 
@@ -58,6 +59,17 @@ class Generation:
     def size(self) -> int:
         """The number of ranks."""
         return len(self.members)
+
+
+def end_told(message: Mapping[str, Any], me: str) -> Exception:
+    """Return the error of the member `me`, which the membership table has told of its end."""
+    if message["kind"] == "over":
+        return JobOverError("The job has ended before this rank could take part in it.")
+    return EvictedError(
+        f"This rank (member {me}) was evicted from the job: it has failed {message['failures']} "
+        f"time(s), the last time with {message['error']}. Mend the cause; the ranks that are left, "
+        "if any, go on without it."
+    )
 
 
 class Membership(Protocol):

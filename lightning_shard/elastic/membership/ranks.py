@@ -19,11 +19,12 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from lightning_shard.backends._c10d import HashStore
+from lightning_shard.backends.authentication.token import JobAddress
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.in_process.world import ElasticWorld, current_world
-from lightning_shard.backends.rendezvous import HOST_KEY
+from lightning_shard.backends.liveness.job_server import tell_address
 from lightning_shard.core import settings
-from lightning_shard.elastic.membership.generation import Generation, Membership
+from lightning_shard.elastic.membership.generation import Generation, Membership, end_told
 from lightning_shard.elastic.membership.membership_table import (
     SHORTEST_START_SECONDS,
     Bounds,
@@ -33,7 +34,7 @@ from lightning_shard.elastic.membership.restart_membership import Restarted, Res
 from lightning_shard.elastic.membership.served_membership import ServedMembership
 from lightning_shard.environments.elastic import ElasticEnvironment
 from lightning_shard.environments.ray import RayEnvironment
-from lightning_shard.errors import ConfigError, EvictedError, JobOverError
+from lightning_shard.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +180,7 @@ def restarted_worker(environment: ClusterEnvironment) -> Restarted | None:
 
 def _make_group_of_one(group_setup: GroupSetup) -> None:
     store: Any = HashStore()
-    store.set(HOST_KEY, "127.0.0.1")
+    tell_address(store, JobAddress(host="127.0.0.1", port=0, token=""))
     group_setup.backend.init_process_group(
         rank=0, world_size=1, device=group_setup.device, timeout=group_setup.timeout, store=store
     )
@@ -297,16 +298,7 @@ class InProcessMembership(Membership):
                 return Generation.told(message, self.me)
             case "late":
                 return None
-            case "evicted":
-                raise self._evict(message) from error
-        raise JobOverError(f"The job has ended before member {self.me} could take part in it.")
-
-    def _evict(self, message: dict[str, Any]) -> EvictedError:
-        return EvictedError(
-            f"Rank {self._world.rank} (member {self.me}) was evicted from the job: it has failed "
-            f"{message['failures']} times, the last time with {message['error']}. Mend that "
-            "error; other ranks that have not failed go on without this one."
-        )
+        raise end_told(message, self.me) from error
 
 
 class _Job:

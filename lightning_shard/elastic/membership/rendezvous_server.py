@@ -17,15 +17,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from selectors import DefaultSelector
 from time import monotonic
 from typing import Any
 
 from typing_extensions import override
 
 from lightning_shard.backends.authentication.addresses import listen
-from lightning_shard.backends.authentication.connection import Connection, Door, Message, Served
+from lightning_shard.backends.authentication.connection import (
+    Connection,
+    Message,
+    Served,
+    serve_behind_door,
+)
 from lightning_shard.backends.authentication.key_values import KeyValueService
+from lightning_shard.backends.authentication.loop import Loop
+from lightning_shard.backends.authentication.store import SERVICE as STORE
 from lightning_shard.backends.authentication.token import find_token
 from lightning_shard.core import settings
 from lightning_shard.elastic.membership.membership_table import (
@@ -36,9 +42,8 @@ from lightning_shard.elastic.membership.membership_table import (
 from lightning_shard.errors import BackendUnavailableError
 
 _LONGEST_TICK_SECONDS = 1.0
-_UNSENT_SECONDS = 0.01
 _LINGER_SECONDS = 3.0
-MEMBER, _STORE = "member", "store"  # what connections come for
+MEMBER = "member"  # what connections come for
 # Not `-m`: the package's own `__init__` imports Lightning, of which the server needs nothing. So it
 # finds an empty package of that name, whose modules it can import. It is nobody's child: who has
 # started it needs not wait for its end.
@@ -76,11 +81,11 @@ class RendezvousServer(Served):
     """Serves a `MembershipTable` and the job's store behind one door."""
 
     def __init__(self, rules: JobRules, listeners: Sequence[socket.socket], token: str) -> None:
-        super().__init__(DefaultSelector())
+        self._loop = Loop("lightning-shard-rendezvous")
+        super().__init__(self._loop.selector)
         self._rules = rules
-        self._store = KeyValueService(self._selector)
-        services = {MEMBER: self.admit, _STORE: self._store.admit}
-        self._door = Door(listeners, token, self._selector, services)
+        services = {MEMBER: self, STORE: KeyValueService(self._selector)}
+        serve_behind_door(self._loop, listeners, token, services)
         self._told_early: list[Message] = []
         self.membership_table = MembershipTable(
             rules,
@@ -91,45 +96,33 @@ class RendezvousServer(Served):
         )
 
     def run(self) -> None:
-        """Serve until the last participant has gone, for good."""
-        last_tick = alone_since = monotonic()
+        """Serve until the last participant has gone, for good; then close every socket."""
+        alone_since = now = monotonic()
         has_begun = False
-        while True:
-            for key, _ in self._selector.select(self._patience(last_tick)):
-                key.data()
-            self.flush()
-            self._store.flush()
-            now = monotonic()
-            if now - last_tick >= self._rules.tick_seconds:
-                self._tick(now, now - last_tick)
-                last_tick = now
-            if self._owners:
-                alone_since, has_begun = now, True
-            if now - alone_since >= self._linger_seconds(has_begun):
-                return
-
-    @override
-    def close(self) -> None:
-        self._selector.close()
-        self._door.close()
-        self._store.close()
-        super().close()
+        try:
+            while now - alone_since < self._linger_seconds(has_begun):
+                self._loop.turn()
+                now = monotonic()
+                if self._owners:
+                    alone_since, has_begun = now, True
+        finally:
+            self._loop.forget()
 
     def _linger_seconds(self, has_begun: bool) -> float:
         if self.membership_table.is_over:
             return 0.0
         return _LINGER_SECONDS if has_begun else 2 * SHORTEST_START_SECONDS
 
-    def _patience(self, last_tick: float) -> float:
-        until_tick = max(0.0, last_tick + self._rules.tick_seconds - monotonic())
-        has_unsent = self._store.has_unsent or self.has_unsent
-        return min(until_tick, _UNSENT_SECONDS) if has_unsent else until_tick
+    @property
+    @override
+    def tick_seconds(self) -> float:
+        return self._rules.tick_seconds
 
-    def _tick(self, now: float, seconds: float) -> None:
+    @override
+    def tick(self, now: float, seconds: float) -> None:
         if seconds > self._rules.silence_seconds / 2:  # this process was stopped
             self.membership_table.forgive(now)
         self.membership_table.tick(now)
-        self._door.tick(now)
         for connection, member in self._owners.items():
             if member is not None:
                 connection.send({"kind": "beat"})
@@ -137,27 +130,22 @@ class RendezvousServer(Served):
     @override
     def _take(self, connection: Connection, message: Message) -> bool:
         """Hand a message to the table; return whether it was one of a participant."""
-        now, member = monotonic(), self._owners[connection]
-        try:
-            if message["kind"] == "join":
-                self._join(connection, message, now)
-                return True
-            if member is not None:
-                self._hand_on(member, message, now)
-            return member is not None
-        except (KeyError, TypeError, ValueError):  # no participant says so
+        now, member, table = monotonic(), self._owners[connection], self.membership_table
+        if message["kind"] == "join":
+            self._join(connection, message, now)
+            return True
+        if member is None:
             return False
-
-    def _hand_on(self, member: str, message: Message, now: float) -> None:
         match message["kind"]:
             case "beat":
-                self.membership_table.beat(member, now)
+                table.beat(member, now)
             case "arrive":
-                self.membership_table.arrive(member, message["generation"], message["error"], now)
+                table.arrive(member, message["generation"], message["error"], now)
             case "ready":
-                self.membership_table.ready(member, message["generation"], now)
+                table.ready(member, message["generation"], now)
             case "leave":
-                self.membership_table.leave(member, message["is_done"], now)
+                table.leave(member, message["is_done"], now)
+        return True
 
     def _join(self, connection: Connection, message: Message, now: float) -> None:
         name, rank = str(message["name"]), message["initial_rank"]
@@ -222,8 +210,4 @@ def main(descriptors: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     told = json.load(sys.stdin)
     listeners = [socket.socket(fileno=int(number)) for number in descriptors]
-    server = RendezvousServer(JobRules(**told["rules"]), listeners, told["token"])
-    try:
-        server.run()
-    finally:
-        server.close()
+    RendezvousServer(JobRules(**told["rules"]), listeners, told["token"]).run()

@@ -15,12 +15,12 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from threading import Condition
 from time import monotonic
 from types import FrameType
-from weakref import WeakSet, finalize
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from lightning_shard.backends.authentication.connection import (
     WrongTokenError,
     connect,
 )
+from lightning_shard.backends.authentication.loop import Loop
 from lightning_shard.backends.authentication.store import store_at
 from lightning_shard.backends.authentication.token import (
     JobAddress,
@@ -43,22 +44,26 @@ from lightning_shard.backends.authentication.token import (
 )
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.liveness.interruption import end_at_exit, interrupt_groups
+from lightning_shard.backends.liveness.job_server import end_service, serve, tell_address
 from lightning_shard.backends.liveness.thread import (
-    ConnectionThread,
+    KeptConnection,
     unwatch_signals_by,
     watch_signals_by,
 )
-from lightning_shard.backends.rendezvous import HOST_KEY
 from lightning_shard.core import settings
-from lightning_shard.elastic.membership.generation import Generation, Membership, SignalHandler
+from lightning_shard.elastic.membership.generation import (
+    Generation,
+    Membership,
+    SignalHandler,
+    end_told,
+)
 from lightning_shard.elastic.membership.rendezvous_server import MEMBER
-from lightning_shard.errors import EvictedError, JobOverError, RankFailedError
+from lightning_shard.errors import JobOverError, RankFailedError
 
 _LONGEST_ERROR = 500
 _POLL_SECONDS = 0.01
+LONGEST_START_SECONDS = 60.0
 _LONGEST_CONNECTING_SECONDS = 5.0  # with a job that runs
-
-_memberships: "WeakSet[ServedMembership]" = WeakSet()
 
 
 class _MeetingStore(PrefixStore):
@@ -97,16 +102,17 @@ class ServedMembership(Membership):
         self._end: Exception | None = None  # nothing more comes
         self._is_declared_dead = False
         self._is_late = False
-        self._thread = HeartbeatThread(
+        self._server = KeptConnection(
             _connect(self._address, is_starting=initial_rank is not None),
             timeout.total_seconds(),
-            hear=self._hear,
-            on_server_lost=self._on_server_lost,
-            ask_to_leave=self.ask_to_leave,
+            # A rendezvous server that has just been started is imported still: that is no silence.
+            heard=monotonic() + LONGEST_START_SECONDS,
         )
-        _memberships.add(self)
+        self._thread = Loop("lightning-shard-membership")
+        self._server.keep(self._thread, self)
         self._thread.start()
-        end_at_exit(self._thread, self._thread.end)
+        # Without a word: by its silence the others hear that this rank failed.
+        end_at_exit(self._thread, self._thread.ask_to_end)
         self._join(initial_rank)
 
     # --- asked by the main thread ---------------------------------------------------------------
@@ -132,7 +138,17 @@ class ServedMembership(Membership):
         if os.getpid() != self._process:  # a forked child, which is no rank
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
-        self._thread.come()
+        self._server.sigterms.come(self)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the process is ending already, so that a second signal changes nothing."""
+        return self._thread.is_ending
+
+    announce_termination = ask_to_leave
+
+    def announce_requeue(self) -> None:
+        """Do nothing: the job goes on where SLURM starts it again."""
 
     @override
     def watch_signals(self) -> SignalHandler:
@@ -162,7 +178,7 @@ class ServedMembership(Membership):
                 text = None
             with self._news:
                 number = 0 if self._generation is None else self._generation.number
-                self._thread.send({"kind": "arrive", "generation": number, "error": text})
+                self._server.send({"kind": "arrive", "generation": number, "error": text})
                 self._await(self._is_decided)
                 if self._next is not None:
                     return self._enter()
@@ -178,7 +194,7 @@ class ServedMembership(Membership):
         number, seconds = generation.number, timeout.total_seconds()
         with self._news:
             self._grouped = number
-        self._thread.send({"kind": "ready", "generation": number})
+        self._server.send({"kind": "ready", "generation": number})
         with self._news:
             self._await(
                 lambda: (
@@ -192,7 +208,8 @@ class ServedMembership(Membership):
         wait = partial(self._wait_for_news, generation, monotonic() + seconds)
         store = _MeetingStore(f"lightning_shard/generation{number}", job, wait)
         if generation.rank == 0:
-            store.set(HOST_KEY, self._thread.own_address)
+            own = replace(self._address, host=self._server.own_address, port=0)
+            tell_address(store, serve(own))
         backend.init_process_group(
             rank=generation.rank,
             world_size=generation.size,
@@ -223,6 +240,7 @@ class ServedMembership(Membership):
         if is_broken or (lifeline is not None and lifeline.has_verdict):
             interrupt_groups()
         liveness.stop()
+        end_service()
         with contextlib.suppress(RuntimeError):  # what fails on a broken group is forgotten
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -231,11 +249,8 @@ class ServedMembership(Membership):
     @override
     def leave(self) -> None:
         self.end_run()  # before the thread closes what is written to
-        self._thread.leave({"kind": "leave", "is_done": not self._is_leaving})
-
-    def forget(self) -> None:
-        """Let go of the sockets in a forked child, which is no member."""
-        self._thread.forget()
+        self._server.send({"kind": "leave", "is_done": not self._is_leaving})
+        self._thread.end()
 
     # --- states ---------------------------------------------------------------------------------
 
@@ -245,7 +260,7 @@ class ServedMembership(Membership):
             self.me, self._is_declared_dead, self._is_wanted = "", False, False
             self._generation = self._next = None
             name = f"{socket.gethostname()}:{os.getpid()}"
-            self._thread.send({"kind": "join", "name": name, "initial_rank": initial_rank})
+            self._server.send({"kind": "join", "name": name, "initial_rank": initial_rank})
             self._await(lambda: bool(self.me))
 
     def _enter(self) -> Generation:
@@ -280,7 +295,14 @@ class ServedMembership(Membership):
 
     # --- told by the membership thread ----------------------------------------------------------
 
-    def _hear(self, message: Message) -> None:
+    longest_beat_seconds = 1.0
+    requeue_signal = 0
+
+    def tick(self, now: float) -> None:
+        """Beat."""
+        self._server.send({"kind": "beat"})
+
+    def heard(self, message: Message, now: float) -> None:
         """Take a message of the server."""
         with self._news:
             kind = message["kind"]
@@ -307,14 +329,8 @@ class ServedMembership(Membership):
             self._is_late, self._initial_rank = True, None
         elif kind == "waiting":
             self._print(message["text"])
-        elif kind == "over":
-            self._end = JobOverError("The job has ended before this rank could take part in it.")
-        elif kind == "evicted":
-            self._end = EvictedError(
-                f"This rank (member {self.me}) was evicted from the job: it has failed "
-                f"{message['failures']} time(s), the last time with {message['error']}. Mend the "
-                "cause; the ranks that are left, if any, go on without it."
-            )
+        elif kind in ("over", "evicted"):
+            self._end = end_told(message, self.me)
 
     def _interrupt_if_broken(self) -> None:
         """Have the main thread give up what it waits for in the groups of a broken generation."""
@@ -329,7 +345,9 @@ class ServedMembership(Membership):
             elif losses:
                 interrupt_groups()
 
-    def _on_server_lost(self, event: str) -> None:
+    def server_lost(self, event: str) -> None:
+        """Take note that nothing more comes from the server."""
+        self._server.drop()
         with self._news:
             if self._end is None:
                 self._end = RankFailedError(
@@ -366,101 +384,3 @@ def _connect(address: JobAddress, is_starting: bool) -> Connection:
             f"that it still runs and that LIGHTNING_SHARD_JOB is what its first process has "
             f"printed. The system said: {error}"
         ) from error
-
-
-def _forget_in_child() -> None:
-    """A forked child (a DataLoader's worker) is no member, and must not keep the sockets open."""
-    for membership in list(_memberships):
-        membership.forget()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget_in_child)
-
-
-_LONGEST_BEAT_SECONDS = 1.0
-LONGEST_START_SECONDS = 60.0
-_LEAVING_SECONDS = 5.0
-
-
-class HeartbeatThread(ConnectionThread):
-    """Sends one process's heartbeats and messages, and hears the server's."""
-
-    def __init__(
-        self,
-        server: Connection,
-        timeout_seconds: float,
-        hear: Callable[[Message], None],
-        on_server_lost: Callable[[str], None],
-        ask_to_leave: Callable[[], None],
-    ) -> None:
-        name = "lightning-shard-membership"
-        super().__init__(name, timeout_seconds, _LONGEST_BEAT_SECONDS, "leave")
-        self.own_address = server.own_address
-        self._hear_message = hear
-        self._on_server_lost = on_server_lost
-        self._ask_to_leave = ask_to_leave
-        # A rendezvous server that has just been started is imported still: that is no silence.
-        self._server_heard = monotonic() + LONGEST_START_SECONDS
-        for end in (self._wake_read, self._wake_write):
-            # Of one that ended by itself, see `_finish`; at exit a thread may still read from it.
-            finalize(self, end.close).atexit = False
-        self._keep(server)
-
-    def leave(self, message: Message) -> None:
-        """Send a last message and end the thread; signals must be written elsewhere by now."""
-        if self.is_alive():
-            self.send(message)
-            self.join(_LEAVING_SECONDS)
-        if not self.is_alive():
-            self._close()
-
-    def end(self) -> None:
-        """End the thread without a word: by its silence the others hear that this rank failed."""
-        self._is_leaving = True
-        self._wake_up()
-
-    def come(self) -> None:
-        """Take note of a SIGTERM, from a handler."""
-        self._sigterms.come(self)
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether the process is ending already, so that a second signal changes nothing."""
-        return self._is_leaving
-
-    def announce_termination(self) -> None:
-        """Have this rank leave; `RepeatedSignal` says when."""
-        self._ask_to_leave()
-
-    @property
-    @override
-    def _goes_on(self) -> bool:
-        return not self._is_leaving and self._connection.is_open
-
-    @override
-    def _finish(self) -> None:
-        self._selector.close()
-        self._connection.close()  # the pipe stays: signals are still written to it
-
-    @override
-    def _tick(self, now: float, seconds: float) -> None:
-        self._connection.send({"kind": "beat"})
-        if seconds > self._silence_seconds / 2:  # this process was stopped
-            self._server_heard = max(self._server_heard, now)
-        elif now - self._server_heard > self._silence_seconds:
-            self._on_server_lost(f"fell silent for {now - self._server_heard:.1f} s")
-            self._connection.is_open = False
-
-    @override
-    def _hear(self) -> None:
-        for message in self._connection.receive():
-            self._server_heard = monotonic()
-            self._hear_message(message)
-        if not self._connection.is_open:
-            self._on_server_lost("died")
-
-    @override
-    def _take_signals(self, signals: bytes) -> None:
-        if signal.SIGTERM in signals:
-            self.come()

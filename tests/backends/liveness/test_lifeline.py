@@ -1,7 +1,9 @@
 """One rank's end of the lifeline, with the hub's words put into its ear; the file of a time-out."""
 
+import contextlib
 import os
 import re
+import socket
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +15,11 @@ from typing import Any
 import pytest
 
 from lightning_shard.backends import liveness
-from lightning_shard.backends.authentication.connection import Message
+from lightning_shard.backends.authentication.connection import Connection, Message
+from lightning_shard.backends.authentication.loop import Loop
 from lightning_shard.backends.liveness.lifeline import KEPT, Lifeline
 from lightning_shard.backends.liveness.server import NO_STEP
+from lightning_shard.backends.liveness.thread import KeptConnection
 from lightning_shard.errors import RankFailedError
 from tests.processes import run_processes
 from tests.strategies.models import TiedLSTM
@@ -101,7 +105,6 @@ def test_a_rank_that_does_not_hear_of_a_verdict_is_ended(
     monkeypatch.setattr(os, "_exit", statuses.append)
     rank.told(kind="verdict", rank=0, event=event, doing="it was computing")
     now = monotonic()
-    rank.lifeline.forgive(now + 60)
     rank.lifeline.tick(now)
     assert statuses == []
     rank.lifeline.tick(now + 60)
@@ -124,7 +127,6 @@ def test_a_rank_of_which_another_thread_alone_hears_of_a_verdict_is_ended(
         assert isinstance(pool.submit(rank.lifeline.explain, "recv").result(), RankFailedError)
         with pytest.raises(RankFailedError):
             pool.submit(rank.lifeline.check, "recv").result()
-    rank.lifeline.forgive(monotonic() + 60)
     rank.lifeline.tick(monotonic() + 60)
     assert statuses == [1]
     assert "[rank 2] has not heard of it, and is ended" in capfd.readouterr().err
@@ -150,32 +152,36 @@ def test_a_verdict_names_the_rank_the_operation_and_what_to_do(
 def test_the_first_verdict_interrupts_once_and_stands(rank: Rank) -> None:
     rank.lifeline.heard(VERDICT, 1.0)
     rank.lifeline.heard(VERDICT | {"rank": 0}, 1.0)
-    rank.lifeline.hub_lost()
+    rank.lifeline.server_lost("died")
     assert rank.interruptions == ["all"]
     with pytest.raises(RankFailedError, match="rank 1 died"):
         rank.lifeline.check("barrier")
 
 
 def test_the_hubs_end_is_rank_0s(rank: Rank) -> None:
-    rank.lifeline.hub_lost()
+    rank.lifeline.server_lost("died")
     with pytest.raises(RankFailedError, match="lost a peer in send: rank 0 died"):
         rank.lifeline.check("send")
 
 
 def test_the_hubs_silence_is_rank_0s(rank: Rank) -> None:
-    rank.lifeline.tick(8.0)
-    rank.lifeline.check("send")
-    rank.lifeline.forgive(20.0)
-    rank.lifeline.tick(21.0)
-    rank.lifeline.check("send")
-    rank.lifeline.tick(28.5)
-    with pytest.raises(RankFailedError, match=r"rank 0 fell silent for 8\.5 s"):
+    ours, hub = socket.socketpair()
+    kept, thread = KeptConnection(Connection(ours), 8 / 0.7, heard=0.0), Loop("test")
+    with contextlib.closing(hub), contextlib.closing(kept):
+        kept.keep(thread, rank.lifeline)
+        kept.tick(8.0, 1.0)
         rank.lifeline.check("send")
+        kept.tick(20.0, 12.0)  # this process itself was stopped
+        rank.lifeline.check("send")
+        kept.tick(28.5, 1.0)
+        with pytest.raises(RankFailedError, match=r"rank 0 fell silent for 8\.5 s"):
+            rank.lifeline.check("send")
+    thread.end()
 
 
 def test_the_hubs_goodbye_is_no_failure(rank: Rank) -> None:
     rank.told(kind="bye")
-    rank.lifeline.hub_lost()
+    rank.lifeline.server_lost("died")
     rank.lifeline.check("send")
     error = rank.lifeline.explain("send", wait_seconds=0.0)
     assert "rank 0 has left in order" in str(error)

@@ -8,9 +8,10 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from itertools import permutations
-from threading import Condition
+from threading import Event
 from time import monotonic, sleep
 
 import pytest
@@ -18,8 +19,7 @@ import torch.distributed as dist
 
 from lightning_shard.backends import liveness
 from lightning_shard.backends.authentication.token import JobAddress
-from lightning_shard.backends.liveness import connect
-from lightning_shard.backends.liveness.thread import LifelineThread
+from lightning_shard.backends.liveness import KeptLifeline, job_server
 from lightning_shard.errors import RankFailedError
 from tests.patience import patient
 from tests.processes import free_port
@@ -36,40 +36,22 @@ STRANGE_WORDS = (
 )
 
 
-class DictStore:
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
-        self._news = Condition()
+def meet(num_ranks: int, timeout: timedelta) -> list[KeptLifeline]:
+    """Connect the ranks, with the server of this process."""
+    address = job_server.serve(HERE)
 
-    def set(self, key: str, value: str) -> None:
-        with self._news:
-            self._values[key] = value
-            self._news.notify_all()
-
-    def get(self, key: str) -> bytes:
-        with self._news:
-            assert self._news.wait_for(lambda: key in self._values, 60)
-            return self._values[key].encode()
-
-
-def meet(store: DictStore, num_ranks: int, timeout: timedelta) -> list[LifelineThread]:
-    """Connect the ranks; rank 0's thread is started, since it opens the door."""
-
-    def join(rank: int) -> LifelineThread:
-        made = connect(store, "key", HERE, rank=rank, world_size=num_ranks, timeout=timeout)
-        if rank == 0:
-            made.start()
-        return made
+    def join(rank: int) -> KeptLifeline:
+        return KeptLifeline(
+            address, rank=rank, world_size=num_ranks, timeout=timeout, look=lambda: None
+        )
 
     with ThreadPoolExecutor(num_ranks) as pool:
         return list(pool.map(join, range(num_ranks)))
 
 
 @pytest.fixture
-def ranks() -> Iterator[list[LifelineThread]]:
-    threads = meet(DictStore(), 3, LONG)
-    for thread in threads[1:]:
-        thread.start()
+def ranks() -> Iterator[list[KeptLifeline]]:
+    threads = meet(3, LONG)
     for thread in threads:
         thread.lifeline.await_all(60)
     yield threads
@@ -84,7 +66,7 @@ def until(holds: Callable[[], bool]) -> None:
         sleep(0.005)
 
 
-def has_failed(thread: LifelineThread) -> bool:
+def has_failed(thread: KeptLifeline) -> bool:
     try:
         thread.lifeline.check("test")
     except RankFailedError:
@@ -92,12 +74,12 @@ def has_failed(thread: LifelineThread) -> bool:
     return False
 
 
-def die(thread: LifelineThread) -> None:
+def die(thread: KeptLifeline) -> None:
     """End a rank's connection as the system does for a killed process."""
-    thread._connection._stream.shutdown(socket.SHUT_RDWR)
+    thread.kept._connection._stream.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_death_reaches_everybody(ranks: list[LifelineThread]) -> None:
+def test_a_death_reaches_everybody(ranks: list[KeptLifeline]) -> None:
     die(ranks[1])
     for thread in (ranks[0], ranks[2]):
         until(lambda thread=thread: has_failed(thread))
@@ -105,7 +87,7 @@ def test_a_death_reaches_everybody(ranks: list[LifelineThread]) -> None:
             thread.lifeline.check("recv")
 
 
-def test_a_rank_that_raises_is_quoted(ranks: list[LifelineThread]) -> None:
+def test_a_rank_that_raises_is_quoted(ranks: list[KeptLifeline]) -> None:
     ranks[2].lifeline.announce_failure(ValueError("on purpose"))
     until(lambda: has_failed(ranks[0]) and has_failed(ranks[1]))
     with pytest.raises(RankFailedError, match="rank 2 raised ValueError: on purpose"):
@@ -114,16 +96,16 @@ def test_a_rank_that_raises_is_quoted(ranks: list[LifelineThread]) -> None:
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_leaving_in_any_order_is_silent(
-    order: tuple[int, ...], ranks: list[LifelineThread], capfd: pytest.CaptureFixture[str]
+    order: tuple[int, ...], ranks: list[KeptLifeline], capfd: pytest.CaptureFixture[str]
 ) -> None:
     for rank in order:
         ranks[rank].leave()
-        assert not ranks[rank].is_alive()
+        assert ranks[rank].thread.is_alive() == (rank == 0)  # the server, which stays
     assert not any(map(has_failed, ranks))
     assert capfd.readouterr().err == ""
 
 
-def test_rank_0_s_last_words_reach_the_others(ranks: list[LifelineThread]) -> None:
+def test_rank_0_s_last_words_reach_the_others(ranks: list[KeptLifeline]) -> None:
     ranks[0].lifeline.announce_failure(ValueError("on purpose"))
     ranks[0].leave()
     until(lambda: has_failed(ranks[1]) and has_failed(ranks[2]))
@@ -131,36 +113,37 @@ def test_rank_0_s_last_words_reach_the_others(ranks: list[LifelineThread]) -> No
         ranks[2].lifeline.check("recv")
 
 
-def test_a_signal_that_only_the_thread_hears_of_stops_all(ranks: list[LifelineThread]) -> None:
-    os.write(ranks[1].lifeline.signal_fd, bytes([signal.SIGTERM]))
+def test_a_signal_that_only_the_thread_hears_of_stops_all(ranks: list[KeptLifeline]) -> None:
+    os.write(ranks[1].thread.signal_fd, bytes([signal.SIGTERM]))
     until(lambda: all(thread.lifeline.terminated_rank == 1 for thread in ranks))
     assert [thread.lifeline.step() for thread in ranks] == [True] * 3
     assert [thread.lifeline.was_terminated for thread in ranks] == [False, True, False]
     assert not any(map(has_failed, ranks))
 
 
-def test_a_stranger_is_shown_the_door(ranks: list[LifelineThread]) -> None:
-    server = ranks[0]._server
+def test_a_stranger_is_shown_the_door(ranks: list[KeptLifeline]) -> None:
+    server = job_server.current()
     assert server is not None
     for words in STRANGE_WORDS:
-        with socket.create_connection(server._door._listeners[0].getsockname()) as stranger:
+        with socket.create_connection((HERE.host, server.port)) as stranger:
             stranger.settimeout(60)
             stranger.sendall(words)
             with contextlib.suppress(ConnectionResetError):
                 while stranger.recv(1 << 12):
                     pass  # the challenge, and the end
-    assert ranks[0].is_alive()
+    assert server.is_alive()
     assert not any(map(has_failed, ranks))
 
 
 def test_silence_is_noticed_on_both_ends() -> None:
-    threads = meet(DictStore(), 3, timedelta(seconds=1))
-    threads[2].start()  # rank 1 has connected and says nothing
+    threads = meet(3, timedelta(seconds=1))
+    goes_on = Event()
+    threads[1].thread.call(goes_on.wait)  # rank 1 has connected and says nothing
     for thread in (threads[0], threads[2]):
         until(lambda thread=thread: has_failed(thread))
         with pytest.raises(RankFailedError, match=r"rank 1 fell silent for \d"):
             thread.lifeline.check("recv")
-    threads[1].start()
+    goes_on.set()
     for thread in threads:
         thread.leave()
 
@@ -174,25 +157,25 @@ def test_a_system_without_fork_imports_the_package(
 
 
 def test_one_rank_needs_no_lifeline() -> None:
-    liveness.start(DictStore(), HERE, rank=0, world_size=1, timeout=LONG)
+    liveness.start(HERE, rank=0, world_size=1, timeout=LONG)
     assert liveness.current() is None
     liveness.stop()
 
 
 def test_rank_0_cannot_be_reached() -> None:
-    class Refuses(DictStore):
-        def get(self, key: str) -> bytes:
-            raise dist.DistNetworkError("nobody there")
-
+    nobody = replace(HERE, port=free_port())
     with pytest.raises(RankFailedError, match="Rank 1 of 2 could not set up its control conn"):
-        liveness.start(Refuses(), HERE, rank=1, world_size=2, timeout=LONG)
+        liveness.start(nobody, rank=1, world_size=2, timeout=timedelta(seconds=1))
     assert liveness.current() is None
 
 
 def end_in_an_exception(rank: int, port: int, error: BaseException | None) -> None:
     """Be a rank that ends as the others do, or in `error`."""
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=False)
-    liveness.start(store, HERE, rank=rank, world_size=2, timeout=LONG)
+    if rank == 0:
+        job_server.tell_address(store, job_server.serve(HERE))
+    address = job_server.told_address(store, TOKEN)
+    liveness.start(address, rank=rank, world_size=2, timeout=LONG)
     lifeline = liveness.current()
     assert lifeline is not None
     if rank == 0:
