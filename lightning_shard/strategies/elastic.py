@@ -31,6 +31,7 @@ from typing_extensions import override
 
 from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.backends.liveness.job_server import end_service
+from lightning_shard.backends.liveness.thread import Terminable
 from lightning_shard.backends.rendezvous import unless_a_rank_fails
 from lightning_shard.checkpoint.by_rank import in_memory, own_entry
 from lightning_shard.checkpoint.random_state import random_state
@@ -41,7 +42,7 @@ from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.data_assignment import DataAssignment
 from lightning_shard.elastic.hook_values import HookValues
 from lightning_shard.elastic.loop import ElasticRun, make_elastic
-from lightning_shard.elastic.membership.generation import Generation, Membership, SignalHandler
+from lightning_shard.elastic.membership.generation import Generation, Membership
 from lightning_shard.elastic.membership.launcher import ElasticLauncher
 from lightning_shard.elastic.membership.ranks import (
     ElasticRanks,
@@ -134,14 +135,14 @@ class ElasticTermination(RunTermination):
     def watch(self, trainer: "pl.Trainer") -> None:
         if (world := current_world()) is not None:
             world.termination.ask_to_leave(world.scheduler)
-            self._handle(trainer, TerminationHandler(world.termination))
-        elif (handler := self._strategy.membership.watch_signals()) is not None:
-            self._handle(trainer, handler)
+            self._handle(trainer, world.termination)
+        elif (told := self._strategy.membership.watch_signals()) is not None:
+            self._handle(trainer, told)
         else:
             super().watch(trainer)
 
-    def _handle(self, trainer: "pl.Trainer", handler: SignalHandler) -> None:
-        process = os.getpid()
+    def _handle(self, trainer: "pl.Trainer", told: Terminable) -> None:
+        process, handler = os.getpid(), TerminationHandler(told)
         self._asks_requeue = self._requeues = False
 
         def ask_requeue(signum: int, frame: FrameType | None) -> None:

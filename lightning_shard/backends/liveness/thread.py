@@ -108,7 +108,7 @@ class KeptConnection(Part):
         self._timeout_seconds = timeout_seconds
         self._connection = connection
         self._heard = monotonic() if heard is None else heard
-        self.sigterms = RepeatedSignal()
+        self._sigterms = RepeatedSignal()
         self._listener: Listener
         self._thread: Loop
 
@@ -171,7 +171,7 @@ class KeptConnection(Part):
     def _take_signals(self, signals: bytes) -> None:
         listener = self._listener
         if signal.SIGTERM in signals:
-            self.sigterms.come(listener)
+            self._sigterms.come(listener)
         if listener.requeue_signal and listener.requeue_signal in signals:
             listener.announce_requeue()
 

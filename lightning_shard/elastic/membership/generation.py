@@ -7,20 +7,18 @@ A member is a process, or in process a rank's thread. A generation has one set o
 Members keep their order, and newcomers come last.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
 
 from lightning_shard.backends.base import Backend
+from lightning_shard.backends.liveness.thread import Terminable
 from lightning_shard.checkpoint.host_buffers import HostBuffers, SnapshotBuffers
 from lightning_shard.checkpoint.rank_snapshot import Snapshot
 from lightning_shard.errors import EvictedError, JobOverError
-
-SignalHandler = Callable[[int, FrameType | None], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +134,8 @@ class Membership(Protocol):
         """Remove what predecessors have left, now that every rank has something newer."""
         return
 
-    def watch_signals(self) -> SignalHandler | None:
-        """Return what handles SIGTERM during a run; None leaves it to the strategy."""
+    def watch_signals(self) -> Terminable | None:
+        """Return what is told of SIGTERM during a run; None leaves it to the strategy."""
         return None
 
     def end_run(self) -> None:

@@ -11,7 +11,6 @@ along. Nobody begins before all are ready, so that a member that dies meanwhile 
 
 import contextlib
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from datetime import timedelta
 from functools import partial
 from threading import Condition
 from time import monotonic
-from types import FrameType
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -54,7 +53,6 @@ from lightning_shard.core import settings
 from lightning_shard.elastic.membership.generation import (
     Generation,
     Membership,
-    SignalHandler,
     end_told,
 )
 from lightning_shard.elastic.membership.rendezvous_server import MEMBER
@@ -86,7 +84,6 @@ class ServedMembership(Membership):
 
     def __init__(self, job: settings.Job, initial_rank: int | None, timeout: timedelta) -> None:
         self.me, self.first_size = "", 0
-        self._process = os.getpid()
         self._address = _address_of(job)
         remember(self._address.token)
         self._initial_rank = initial_rank
@@ -133,13 +130,6 @@ class ServedMembership(Membership):
             self._is_leaving = True
             self._news.notify_all()
 
-    def on_sigterm(self, signum: int, frame: FrameType | None) -> None:
-        """Handle SIGTERM: ask this rank to leave; at a later one that insists end the process."""
-        if os.getpid() != self._process:  # a forked child, which is no rank
-            signal.signal(signum, signal.SIG_DFL)
-            signal.raise_signal(signum)
-        self._server.sigterms.come(self)
-
     @property
     def is_ending(self) -> bool:
         """Whether the process is ending already, so that a second signal changes nothing."""
@@ -151,10 +141,10 @@ class ServedMembership(Membership):
         """Do nothing: the job goes on where SLURM starts it again."""
 
     @override
-    def watch_signals(self) -> SignalHandler:
-        """Return the handler of SIGTERM, and have the thread told of signals as well."""
+    def watch_signals(self) -> Self:
+        """Have the thread told of signals, and return who is to be told of SIGTERM as well."""
         watch_signals_by(self._thread.signal_fd)
-        return self.on_sigterm
+        return self
 
     @override
     def end_run(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -19,13 +20,16 @@ from lightning_shard.backends._c10d import PrefixStore
 from lightning_shard.backends.authentication.store import store_at
 from lightning_shard.backends.gloo import GlooBackend
 from lightning_shard.backends.liveness import interruption
+from lightning_shard.backends.liveness import thread as thread_module
 from lightning_shard.backends.liveness.job_server import ADDRESS_KEY
+from lightning_shard.backends.liveness.thread import TOGETHER_SECONDS
 from lightning_shard.core import settings
 from lightning_shard.elastic.membership import rendezvous_server as server_module
 from lightning_shard.elastic.membership.generation import Generation
 from lightning_shard.elastic.membership.rendezvous_server import JobRules, start_rendezvous_server
 from lightning_shard.elastic.membership.served_membership import ServedMembership
 from lightning_shard.errors import ConfigError, EvictedError, JobOverError, RankFailedError
+from lightning_shard.strategies.trainer.termination import TerminationHandler
 from tests.elastic.rendezvous_servers import TOKEN, RunningServer, running_server, wait_until
 from tests.patience import patient
 from tests.processes import free_port, run_processes
@@ -140,13 +144,36 @@ def test_a_newcomer_that_is_asked_to_leave_waits_no_longer() -> None:
 def test_sigterm_asks_to_leave_at_the_next_boundary() -> None:
     with running_server(RULES) as server:
         members = begun(server)
-        before = signal.signal(signal.SIGTERM, members[0].on_sigterm)
+        before = signal.signal(signal.SIGTERM, TerminationHandler(members[0]))
         try:
             signal.raise_signal(signal.SIGTERM)
         finally:
             signal.signal(signal.SIGTERM, before)
         wait_until(lambda: members[0].is_leaving)
         assert not members[1].is_leaving
+        for member in members:
+            member.leave()
+
+
+def test_a_signal_that_the_main_thread_handles_late_is_no_second_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Told by its thread at once and by its handler after a long step, a rank ended on the spot."""
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    with running_server(RULES) as server:
+        members = begun(server)
+        handler = TerminationHandler(members[0].watch_signals())
+        try:
+            os.write(members[0]._thread.signal_fd, bytes([signal.SIGTERM]))
+            wait_until(lambda: members[0].is_leaving)
+            later = monotonic() + 2 * TOGETHER_SECONDS
+            monkeypatch.setattr(thread_module, "monotonic", lambda: later)
+            handler(signal.SIGTERM, None)
+        finally:
+            members[0].end_run()
+            monkeypatch.undo()
+        assert statuses == []
         for member in members:
             member.leave()
 
