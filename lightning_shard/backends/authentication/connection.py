@@ -31,7 +31,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_shard.backends.authentication.loop import Loop, Part
+from lightning_shard.backends.authentication.loop import Loop, LoopPart
 from lightning_shard.backends.authentication.token import JobAddress
 
 Message = dict[str, Any]
@@ -81,6 +81,8 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """Send now what the system takes, and the rest by later calls of `flush`."""
+        if not self.is_open:
+            return
         line = json.dumps(message).encode()
         if self._keys is not None:
             line = _code(self._keys[0], self._num_sent, line) + line
@@ -235,7 +237,7 @@ MOST_STRANGERS = 128
 _MOST_AT_ONCE = 64
 
 
-class Door(Part):
+class Door(LoopPart):
     """Accepts connections, and hands on the admitted ones to the service that they come for."""
 
     def __init__(
@@ -315,7 +317,7 @@ class Door(Part):
         self._selector.unregister(connection)
 
 
-class Served(Part):
+class Served(LoopPart):
     """The connections that one thread's selector serves, whose owners tell who they are."""
 
     def __init__(self, selector: BaseSelector) -> None:

@@ -20,7 +20,7 @@ _LEAVING_SECONDS = 5.0
 _WAKE = b"\0"  # no signal's number
 
 
-class Part:
+class LoopPart:
     """One of the things that a loop serves; it registers its sockets in the loop's selector."""
 
     @property
@@ -55,7 +55,7 @@ class Loop(threading.Thread):
         super().__init__(name=name, daemon=True)
         self.selector = DefaultSelector()
         self.take_signals: Callable[[bytes], object] = lambda signals: None
-        self._ticked: dict[Part, float] = {}  # by part, when it last has
+        self._ticked: dict[LoopPart, float] = {}  # by part, when it last has
         self._has_unsent = False
         self._calls: deque[Callable[[], object]] = deque()
         self._ends = False
@@ -66,11 +66,11 @@ class Loop(threading.Thread):
         self.selector.register(self._wake_read, EVENT_READ, self._wake)
         _loops.add(self)
 
-    def add(self, *parts: Part) -> None:
+    def add(self, *parts: LoopPart) -> None:
         """Serve these from now on; called where the loop runs, or before it does."""
         self._ticked |= dict.fromkeys(parts, monotonic())
 
-    def remove(self, part: Part) -> None:
+    def remove(self, part: LoopPart) -> None:
         """Serve this part no more."""
         self._ticked.pop(part, None)
 

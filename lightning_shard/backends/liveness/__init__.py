@@ -61,7 +61,7 @@ def start(
 
     Args:
         address: Where rank 0's server is.
-        rank: This process's.
+        rank: The rank of this process.
         world_size: The number of ranks.
         timeout: How long the ranks wait for each other.
         look: Raises if a rank of those that meet anew, where a loss is no end, was lost before.

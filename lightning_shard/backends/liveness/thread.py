@@ -15,7 +15,7 @@ from typing import Protocol
 from typing_extensions import override
 
 from lightning_shard.backends.authentication.connection import Connection, Message
-from lightning_shard.backends.authentication.loop import Loop, Part
+from lightning_shard.backends.authentication.loop import Loop, LoopPart
 
 TERMINATED_STATUS = 128 + signal.SIGTERM
 
@@ -98,7 +98,7 @@ class Listener(Terminable, Requeueable, Protocol):
         """Take note that the server "died" or "fell silent for ..."; it may come repeatedly."""
 
 
-class KeptConnection(Part):
+class KeptConnection(LoopPart):
     """One end of a connection with a server: beats, listens, and notices the server's silence."""
 
     def __init__(
