@@ -23,7 +23,7 @@ from collections.abc import (
     MutableSequence,
     Sequence,
 )
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -373,12 +373,10 @@ def _watching(module: nn.Module, wrong_shapes: list[str], wrong_kinds: list[str]
                 wrong_shapes.extend(shape_misfits(what, value.shape, tensor.shape))
             wrong_kinds.extend(dtype_misfits(what, value.dtype, tensor.dtype))
 
-    handles = [part.register_load_state_dict_pre_hook(look) for part in hookable(module)]  # type: ignore[no-untyped-call]
-    try:
+    with ExitStack() as hooks:
+        for part in hookable(module):
+            hooks.enter_context(part.register_load_state_dict_pre_hook(look))  # type: ignore[no-untyped-call]
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def named_tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -229,7 +229,6 @@ RAISED = "a trial step raised "
 _STILL = "a trial step has moved nothing"
 DIFFERENCE = "in a trial, the parts of a whole came out differently from the whole"
 _LATER_SCALES = (1.0, 1e-3, 1e3)  # what depends on the size of a gradient shows at some
-_RATE = 1e-2
 
 
 def why_not_elementwise(
@@ -504,7 +503,7 @@ def _trials(optimizer: Optimizer, engine: DataParallelEngine) -> list["_Trial"]:
     for group in optimizer.param_groups:
         parts = parts_here(group, engine)
         options = {key: value for key, value in group.items() if key != "params"}
-        for rate in (_RATE, None) if "lr" in group else (None,):
+        for rate in (_LR, None) if "lr" in group else (None,):
             others = options if rate is None else {**options, "lr": rate}
             key = f"{parts.__name__} {rate} {sorted(others.items(), key=str)}"
             if key not in found:

@@ -160,9 +160,7 @@ class PipelineTimeline(Callback):
         self._shares = []
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         self._num_batches += 1
         if self._num_batches == 1 or self._num_batches % self._every_n_steps:
             return

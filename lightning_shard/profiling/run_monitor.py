@@ -56,9 +56,7 @@ class RunMonitor(OnlyLooks, Callback):
             self._folder = Path(trainer.log_dir or trainer.default_root_dir)
 
     @override
-    def on_train_batch_start(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: "pl.Trainer", *_: Any, **__: Any) -> None:
         self._step_before = trainer.global_step
         if not self._has_begun:  # here, not before: who joins an elastic fit has a rank by now
             self._has_begun = True

@@ -135,9 +135,7 @@ class MemoryMonitor(RunMonitor):
         self._num_updates = 0
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: "pl.Trainer", *_: Any, **__: Any) -> None:
         number, self._num_updates = self._num_updates, self._num_updates + 1
         if number % self._every_n_steps != 1 % self._every_n_steps:
             return

@@ -350,9 +350,7 @@ class Recorder(Callback):
         self._in_fit.close()
 
     @override
-    def on_exception(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException
-    ) -> None:
+    def on_exception(self, *_: Any, **__: Any) -> None:
         self._in_fit.close()
 
 
