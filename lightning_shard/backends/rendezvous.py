@@ -1,14 +1,14 @@
 """Starting the default process group of real processes, which meet at a store.
 
     start of a job    rank 0's store (`meeting_place`): the group, then the lifeline
-    later             a given store, which no rank's end takes along: the lifeline, then the group
+    later             a given store, which no rank's end takes along: the group; who gives it has
+                      started the lifeline
 
 Ranks that meet anew have just lost a peer, and may lose another, which the lifeline tells.
 """
 
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from threading import Event, Thread
 
 import torch
@@ -16,7 +16,6 @@ import torch
 from lightning_shard.backends import liveness
 from lightning_shard.backends._c10d import HashStore, PrefixStore, Store, init_default_group
 from lightning_shard.backends.authentication.addresses import address_towards, chosen_ports
-from lightning_shard.backends.authentication.token import remembered
 from lightning_shard.backends.liveness.interruption import end_at_exit
 from lightning_shard.backends.liveness.job_server import told_address
 from lightning_shard.backends.meeting_place import MissingRanksError, meet, store_without_python
@@ -43,7 +42,7 @@ def join_world(
     timeout: timedelta,
     store: Store | None = None,
 ) -> None:
-    """Start the default process group, and the lifeline with it; every rank must call."""
+    """Start the default process group, and the lifeline if no store is given; all must call."""
 
     def make_group(at: Store, host: str) -> None:
         if "nccl" in backend and world_size > 1:
@@ -61,7 +60,7 @@ def join_world(
         if store is None:
             _join_at_rank_zero(make_group, rank, world_size, timeout, backend)
         else:
-            _join_at(store, make_group, rank, world_size, timeout)
+            _join_at(store, make_group, timeout)
     except RuntimeError as error:
         if not is_about_a_peer(error):
             raise
@@ -123,19 +122,11 @@ def _join_at_rank_zero(
     liveness.start(address, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _join_at(
-    store: Store,
-    make_group: Callable[[Store, str], None],
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
-) -> None:
+def _join_at(store: Store, make_group: Callable[[Store, str], None], timeout: timedelta) -> None:
     guard_torch()
     store.set_timeout(min(timeout, LONGEST_CONNECTING))
-    address = told_address(store, remembered() or "")
-    place = {"rank": rank, "world_size": world_size}
-    liveness.start(address, **place, timeout=timeout, look=partial(told_address, store, ""))
-    unless_a_rank_fails(lambda: make_group(store, address.host), "making the process group")
+    host = host_of_rank_zero(store)
+    unless_a_rank_fails(lambda: make_group(store, host), "making the process group")
     store.set_timeout(timeout)
 
 

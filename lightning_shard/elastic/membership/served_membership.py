@@ -26,7 +26,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_shard.backends import liveness
-from lightning_shard.backends._c10d import PrefixStore, RankGroups, Store, set_groups
+from lightning_shard.backends._c10d import PrefixStore, RankGroups, set_groups
 from lightning_shard.backends.authentication.connection import (
     Connection,
     Message,
@@ -43,7 +43,12 @@ from lightning_shard.backends.authentication.token import (
 )
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.liveness.interruption import end_at_exit, interrupt_groups
-from lightning_shard.backends.liveness.job_server import end_service, serve, tell_address
+from lightning_shard.backends.liveness.job_server import (
+    end_service,
+    serve,
+    tell_address,
+    told_address,
+)
 from lightning_shard.backends.liveness.thread import (
     KeptConnection,
     unwatch_signals_by,
@@ -59,24 +64,8 @@ from lightning_shard.elastic.membership.rendezvous_server import MEMBER
 from lightning_shard.errors import JobOverError, RankFailedError
 
 _LONGEST_ERROR = 500
-_POLL_SECONDS = 0.01
 LONGEST_START_SECONDS = 60.0
 _LONGEST_CONNECTING_SECONDS = 5.0  # with a job that runs
-
-
-class _MeetingStore(PrefixStore):
-    """The store of ranks that meet, where none waits for what a lost one was to set."""
-
-    def __init__(self, prefix: str, store: Store, wait_for_news: Callable[[float], None]) -> None:
-        super().__init__(prefix, store)
-        self._wait_for_news = wait_for_news
-
-    @override
-    def get(self, key: str) -> bytes:
-        self._wait_for_news(0)
-        while not self.check([key]):
-            self._wait_for_news(_POLL_SECONDS)
-        return super().get(key)
 
 
 class ServedMembership(Membership):
@@ -181,25 +170,25 @@ class ServedMembership(Membership):
     def init_groups(
         self, generation: Generation, backend: Backend, device: torch.device, timeout: timedelta
     ) -> None:
-        number, seconds = generation.number, timeout.total_seconds()
+        number = generation.number
         with self._news:
             self._grouped = number
-        self._server.send({"kind": "ready", "generation": number})
-        with self._news:
-            self._await(
-                lambda: (
-                    self._go == number or bool(self._losses.get(number)) or self._is_declared_dead
-                ),
-                timeout,
-            )
-            if self._go != number:
-                raise self._lost_while_meeting(generation)
-        job = store_at(self._address, timeout)
-        wait = partial(self._wait_for_news, generation, monotonic() + seconds)
-        store = _MeetingStore(f"lightning_shard/generation{number}", job, wait)
-        if generation.rank == 0:
+        store = PrefixStore(f"lightning_shard/generation{number}", store_at(self._address, timeout))
+        if generation.rank == 0:  # before it is ready: nobody waits for what a lost rank was to say
             own = replace(self._address, host=self._server.own_address, port=0)
             tell_address(store, serve(own))
+        self._server.send({"kind": "ready", "generation": number})
+        with self._news:
+            self._await(lambda: self._go == number or self._has_lost(number), timeout)
+            if self._go != number:
+                raise self._lost_while_meeting(generation)
+        liveness.start(
+            told_address(store, self._address.token),
+            rank=generation.rank,
+            world_size=generation.size,
+            timeout=timeout,
+            look=partial(self._check, generation),
+        )
         backend.init_process_group(
             rank=generation.rank,
             world_size=generation.size,
@@ -208,23 +197,20 @@ class ServedMembership(Membership):
             store=store,
         )
 
-    def _wait_for_news(self, generation: Generation, deadline: float, seconds: float) -> None:
-        """Wait a moment, and raise if a rank of the generation is known to be lost."""
-        number = generation.number
+    def _has_lost(self, number: int) -> bool:
+        return bool(self._losses.get(number)) or self._is_declared_dead
 
-        def has_lost() -> bool:
-            return bool(self._losses.get(number)) or self._is_declared_dead
-
+    def _check(self, generation: Generation) -> None:
+        """Return unless a rank of the generation is known to be lost."""
         with self._news:
-            self._await(has_lost, timedelta(seconds=seconds))
-            if has_lost() or monotonic() > deadline:
+            if self._has_lost(generation.number):
                 raise self._lost_while_meeting(generation)
 
     @override
     def drop_groups(self) -> None:
         with self._news:
             number, self._grouped = self._grouped, 0
-            is_broken = bool(self._losses.get(number)) or self._is_declared_dead
+            is_broken = self._has_lost(number)
         lifeline = liveness.current()
         # Whole groups are not interrupted: a slower peer may still read what was sent to it.
         if is_broken or (lifeline is not None and lifeline.has_verdict):
