@@ -32,6 +32,7 @@ from lightning_shard.optim.elementwise import Parts, Runs, is_of_torch, why_not
 
 _SHAPES = (256, 256), (512, 256)  # above what optimizers leave as it is, and multiples of blocks
 _LARGEST = 4096  # elements of a block: padding would take more
+_SAMPLE = 131072  # elements, whole blocks, in whose place larger parameters are tried
 
 
 def states_in_blocks(
@@ -59,11 +60,11 @@ def _blocks_of(optimizer: Optimizer, group: dict[str, Any]) -> StateBlocks | Non
     if is_of_torch(optimizer):
         return None
     like = next((param for param in group["params"] if param.is_floating_point()), torch.empty(0))
-    device = torch.device("cpu") if like.is_meta else like.device
+    kind: Any = {"dtype": like.dtype, "device": "cpu" if like.is_meta else like.device}
     try:
         with torch.random.fork_rng(devices=[]):
             states = [
-                flattened(_first_state(optimizer, group, like.new_zeros(shape, device=device)))
+                flattened(_first_state(optimizer, group, torch.zeros(shape, **kind)))
                 for shape in _SHAPES
             ]
     except Exception:  # whatever it raises, its trial says why
@@ -77,6 +78,39 @@ def _blocks_of(optimizer: Optimizer, group: dict[str, Any]) -> StateBlocks | Non
             elements[key] = per_part
     blocks = StateBlocks(elements)
     return blocks if 1 < blocks.size <= _LARGEST else None
+
+
+def bytes_in_blocks(optimizers: Sequence[Optimizer]) -> dict[nn.Parameter, float]:
+    """Return the bytes of the state of each parameter of which optimizers keep it in blocks.
+
+    Parameters need no elements: zeros of as many, or of fewer that end within a block alike, tell
+    whether they are too small for blocks. What stands for all elements is not counted.
+    """
+    found: dict[nn.Parameter, float] = {}
+    for optimizer, group in ((one, group) for one in optimizers for group in one.param_groups):
+        blocks = _blocks_of(optimizer, group)
+        if blocks is not None:
+            sizes: dict[int, int] = {}  # by a number of elements
+            for param in group["params"]:
+                numel = param.numel()
+                tried = numel if numel < 2 * _SAMPLE else _SAMPLE + numel % _SAMPLE
+                if tried not in sizes:
+                    zeros = torch.zeros(tried, dtype=param.dtype)
+                    sizes[tried] = _bytes_of_elements(optimizer, group, zeros, blocks)
+                found[param] = sizes[tried] * numel / max(tried, 1)
+    return found
+
+
+def _bytes_of_elements(
+    optimizer: Optimizer, group: dict[str, Any], zeros: Tensor, blocks: StateBlocks
+) -> int:
+    state = flattened(_first_state(optimizer, group, zeros))
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    return sum(
+        value.nbytes
+        for key, value in tensors.items()
+        if blocks.elements_of(key, value, zeros.shape)
+    )
 
 
 def _elements_per_part(small: Tensor, large: Any) -> int | None:

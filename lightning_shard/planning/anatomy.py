@@ -20,20 +20,25 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_shard.core._lightning import runners_of
+from lightning_shard.data_parallel.memory.inner_tensors import is_composed
 from lightning_shard.errors import ConfigError
+from lightning_shard.optim.blockwise import bytes_in_blocks
 from lightning_shard.pipeline_parallel.blocks import BlockList, find_blocks
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of
 from lightning_shard.pipeline_parallel.partition import BlockCosts, used_at
+from lightning_shard.pipeline_parallel.skipped_blocks import uncompiled
 from lightning_shard.planning.candidates import Checkpointing, strategy_class
-from lightning_shard.planning.dry_run import SimulatedWorld, step_flops, trace_of
+from lightning_shard.planning.dry_run import SimulatedWorld, attached, step_flops, trace_of
 from lightning_shard.planning.report import RankFigures
-from lightning_shard.planning.simulated_model import copied_with
+from lightning_shard.planning.simulated_model import NoElements, copied_with
 from lightning_shard.planning.simulated_step import StepTrace
+from lightning_shard.precision.policy import TRUE_DTYPES
 from lightning_shard.tensor_parallel.automatic import automatic_plan
 
 _SHORT = (2, 3)  # blocks of the two unpipelined steps
 _STAGES = [1, 2]  # first blocks of the later stages of the pipelined step
 _SIZES = (1, 2), (2, 4)  # samples; a batch norm takes no single one
+_OF_ADAM = 2  # values of state for each trained element
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +139,14 @@ class Anatomy:
         self.weights = cache(self._weighed)
         self.stages = cache(self._staged)
         self._traces = cache(self._traced)
+        self.state_values = _state_values(module, TRUE_DTYPES.get(precision))
+
+    @property
+    def frozen_share(self) -> float:
+        """Share of the parameters' bytes that is frozen, in a format that is not quantised."""
+        bytes_of = {one: one.nbytes for one in self.module.parameters()}
+        frozen = (one for one in bytes_of if one.is_floating_point() and not one.requires_grad)
+        return sum(bytes_of[one] for one in frozen if not is_composed(one)) / sum(bytes_of.values())
 
     def batch(self, size: int) -> Any:
         """Return a batch of so many samples on meta."""
@@ -309,6 +322,16 @@ class Anatomy:
             forward_message=line(lambda of: of[0].sent["pp"] - ties),
             backward_message=line(lambda of: of[2].sent["pp"] - ties),
         )
+
+
+def _state_values(module: "pl.LightningModule", dtype: torch.dtype | None) -> float:
+    """Return how many values are kept for a trained element: fewer than Adam's two in blocks."""
+    copied = NoElements().module(module, dtype=dtype, left_out=runners_of(module)).train()
+    with attached(copied) as strategy, uncompiled():
+        in_blocks = bytes_in_blocks(strategy.optimizers)
+    trained = {one: one.nbytes for one in copied.parameters() if one.requires_grad}
+    state = sum(in_blocks.get(one, _OF_ADAM * size) for one, size in trained.items())
+    return state / sum(trained.values()) if in_blocks else _OF_ADAM
 
 
 def _by_place(

@@ -73,6 +73,14 @@ class PlanCandidate:
         """Name of the strategy's class in `lightning_shard`."""
         return SCHEMES[self.strategy].class_name
 
+    @property
+    def low_precision(self) -> dict[str, str]:
+        """Return the options by which its ranks would send fewer bits to average and to gather."""
+        found = {}
+        if self.zero_stage and self.strategy != "tensor_parallel" and self.offload != "parameters":
+            found["quantized_gathers"] = "int8"
+        return found | ({"compression": "int4"} if self.strategy in BY_STAGE else {})
+
     def options(self, plan: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the strategy's arguments, `plan` being that of the layers to split."""
         found: dict[str, Any] = {}

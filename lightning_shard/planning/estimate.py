@@ -25,9 +25,8 @@ from lightning_shard.planning.machine import MachineProfile
 from lightning_shard.planning.report import ActivationBytes, RankMemory
 
 _UNIT_BYTES = 12.5 * 2**20  # up to which stage 3 joins small blocks
-_STATE_VALUES = 2  # of Adam
 _SUMS_OF_BLOCK = 4  # over ranks that share its layers: attention and MLP, forward and backward
-_UPDATE_VALUES = 7  # that Adam reads and writes: weight, gradient and two moments
+_UPDATE_VALUES = 3  # that are read and written beside state: the weight twice, and its gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +151,7 @@ class Estimator:
         if stage == 3:
             parameters, gathered = weights.own // dp, self._gathered(one.tp, weights)
         gradients = weights.trained // (dp if stage >= 2 else 1)
-        state = _STATE_VALUES * weights.trained // share
+        state = int(self.anatomy.state_values * weights.trained) // share
         offloaded = 0
         if one.offload is not None:
             offloaded = (weights.own + weights.trained) // dp + state
@@ -193,7 +192,9 @@ class Estimator:
         per_part = reduced if stage >= 2 else 0.0
         if stage == 3:
             per_part += self._gathers(one, weights) * ring
-        at_end = (reduced if stage < 2 else 0.0) + (weights.own * ring if stage in (1, 2) else 0.0)
+        at_end = (reduced if stage < 2 else 0.0) + (
+            weights.trained * ring if stage in (1, 2) else 0.0
+        )
         backward = compute * 2 / 3 / (one.num_microbatches if one.pp > 1 else 1)
         wait = self._units(one, weights) * (dp - 1) * machine.message_seconds  # one for all units
         waits = {0: 0, 1: 0, 2: 1, 3: 3 * (one.num_microbatches if one.pp > 1 else 1)}[stage]
@@ -201,9 +202,10 @@ class Estimator:
         shown = parts * max(0.0, travels - (compute if stage == 3 else backward))
         if stage < 2:
             shown += max(0.0, reduced / speed + (2 - stage) * wait - backward)
-        shown += weights.own * ring / speed + wait if stage in (1, 2) else 0.0
+        shown += weights.trained * ring / speed + wait if stage in (1, 2) else 0.0
         sent = parts * per_part + at_end
-        update = _UPDATE_VALUES * weights.trained / (dp if stage else 1)
+        values = _UPDATE_VALUES + 2 * self.anatomy.state_values
+        update = values * weights.trained / (dp if stage else 1)
         seconds = parts * compute + shown + update / machine.memory_bytes_per_second
         if one.offload is not None:
             seconds += 2 * weights.trained / dp / machine.host_bytes_per_second

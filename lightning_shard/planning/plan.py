@@ -59,6 +59,8 @@ class Plan:
         estimates: Every candidate's figures.
         recommendation: The one to train with, simulated; None where nothing fits.
         left_out: What was not searched, and why.
+        low_precision: What to write for fewer bits where nothing fits a device, or ranks wait for
+            links, and what that brings; it changes results, and is no candidate.
     """
 
     machine: MachineProfile
@@ -72,6 +74,7 @@ class Plan:
     estimates: tuple[Estimate, ...]
     recommendation: Estimate | None
     left_out: tuple[str, ...] = ()
+    low_precision: tuple[str, ...] = ()
 
     def fits(self, one: Estimate) -> bool:
         """Whether a candidate's fullest rank fits a device."""
@@ -162,6 +165,7 @@ class Plan:
             "num_parameters": self.num_parameters,
             "reason": self.reason,
             "left_out": list(self.left_out),
+            "low_precision": list(self.low_precision),
             "recommendation": None if chosen is None else self._row(chosen),
             "candidates": [self._row(one) for one in (self.estimates if every else self.best)],
         }
@@ -227,6 +231,7 @@ class Plan:
             self.reason,
             f"Step is at the profile's peaks, in {self.precision}. Marks: > recommended and "
             f"simulated, x too large." + ("" if every else " More rows: --all."),
+            *(f"In low precision, {line}" for line in self.low_precision),
             *(f"Not searched: {reason}" for reason in self.left_out),
         ]
         return Group(table, Text("\n".join(notes)))

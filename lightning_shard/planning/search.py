@@ -17,6 +17,8 @@ from lightning_shard.core._lightning import asked_layer_sync, runners_of
 from lightning_shard.core.mesh import Axis
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of
+from lightning_shard.pipeline_parallel.skipped_blocks import uncompiled
+from lightning_shard.planning.advice import low_precision_advice
 from lightning_shard.planning.anatomy import Anatomy
 from lightning_shard.planning.candidates import (
     Checkpointing,
@@ -147,6 +149,9 @@ def _searched(
         estimates=tuple(found),
         recommendation=chosen,
         left_out=tuple(failed.lines()),
+        low_precision=tuple(
+            low_precision_advice(anatomy, profile, space.ranks_per_node, limit, found, chosen)
+        ),
     )
 
 
@@ -206,7 +211,7 @@ def _asking(anatomy: Anatomy) -> Iterator[Callable[[PlanCandidate], str]]:
                 known[key] = str(error)
         return known[key]
 
-    with attached(module) as strategy:
+    with attached(module) as strategy, uncompiled():
         trainer: Any = module.trainer
         trainer.callbacks = [one for each in trainers for one in each.callbacks]
         optimizers, refusal = trainer.optimizers, strategy.refusal
@@ -314,6 +319,7 @@ def dry_run_of_candidate(anatomy: Anatomy, made: PlanCandidate, ranks_per_node: 
         world_size=made.pp * made.dp * made.tp,
         precision=anatomy.precision,
         ranks_per_node=ranks_per_node,
+        state_values=anatomy.state_values,
     )
     return run
 

@@ -47,10 +47,7 @@ M = TypeVar("M", bound=nn.Module)
 def copied_with(
     stand_in: Callable[[Tensor], Tensor], module: M, left_out: Iterable[object] = ()
 ) -> M:
-    """Copy a module with other tensors for its parameters and buffers; ties stay ties.
-
-    Those that are made of several tensors are taken apart, as in a run.
-    """
+    """Copy a module with other tensors for its parameters and buffers; ties stay ties."""
     memo: dict[int, Any] = {id(one): None for one in left_out}
     for param in module.parameters():
         made = with_changed(param, stand_in)
@@ -58,7 +55,6 @@ def copied_with(
     for buffer in module.buffers():
         memo[id(buffer)] = stand_in(buffer)
     copied = copy.deepcopy(module, memo)
-    take_apart(copied)
     for name, layer in module.named_modules():
         weight = layer._parameters.get("weight")
         if isinstance(layer, nn.Linear) and weight is not None and is_quantised(weight):
@@ -119,10 +115,12 @@ class NoElements:
     ) -> M:
         """Copy a module with stand-ins for its parameters and buffers; ties stay ties.
 
-        Real ones get the format `dtype`; None leaves each its own. The copy does not refer to
-        `left_out`.
+        Real ones get the format `dtype`; None leaves each its own. Parameters that are made of
+        several tensors are taken apart, as in a run. The copy does not refer to `left_out`.
         """
-        return copied_with(lambda one: self.tensor(one, dtype), module, left_out)
+        copied = copied_with(lambda one: self.tensor(one, dtype), module, left_out)
+        take_apart(copied)
+        return copied
 
 
 # A simulated group with one rank, which counts what the rank would send, and sends nothing.

@@ -69,8 +69,9 @@ def is_inner(tensor: Tensor) -> bool:
 
 
 def is_taken_apart(module: nn.Module) -> bool:
-    """Whether a run has taken parameters of a module, or of one in it, apart."""
-    return any(_MADE in vars(one) for one in module.modules())
+    """Whether a run takes parameters of a module, or of one in it, apart, or has done so."""
+    made = any(_MADE in vars(one) for one in module.modules())
+    return made or any(map(is_composed, module.parameters()))
 
 
 def with_changed(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
