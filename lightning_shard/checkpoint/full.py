@@ -36,6 +36,7 @@ from lightning_shard.checkpoint.optimizer_state import elements_of, full_form, p
 from lightning_shard.core.modules import hookable
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.inner_tensors import join_entries
+from lightning_shard.data_parallel.memory.quantised import pop_scales, scales_of, set_scales
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.data_parallel.optimizer_entries import flattened, joined
 from lightning_shard.data_parallel.torch_private import storage_uses, without_function_modes
@@ -223,6 +224,7 @@ class ModuleSnapshot:
             for value in attributes.values()
             if type(value) in _CONTAINERS
         ]
+        self._scales = scales_of(module)
         params = [one for one in module.parameters() if with_parameters and one not in without]
         self._values = [
             (tensor, tensor.data, tensor.detach().clone())
@@ -238,6 +240,7 @@ class ModuleSnapshot:
         for container, entries in self._entries:
             container.clear()
             container.extend(entries) if isinstance(container, list) else container.update(entries)
+        set_scales(self._scales)
         self.restore_values()
 
     @torch.no_grad()
@@ -275,11 +278,14 @@ def load_module_state(
         if lent is not None:
             lent.lend()
             state = lent.state
+        own: Any = copy.copy(state)
+        scales = pop_scales(module, own)
         with nullcontext() if engine is None else engine.full_values.loading(missing):
             agree(
-                _load(module, state, strict, left_out, missing)
+                _load(module, own, strict, left_out, missing)
                 or _paired_error(module, state, paired)
             )
+        set_scales(scales)
     except BaseException:
         before.restore()
         if lent is not None:

@@ -32,7 +32,12 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.gradients.reducer import HAS_ARRIVED
 from lightning_shard.data_parallel.kept_activations import KeptActivations
 from lightning_shard.data_parallel.memory.inner_tensors import join_entries, take_entries_apart
-from lightning_shard.data_parallel.memory.quantised import give_back, take_over
+from lightning_shard.data_parallel.memory.quantised import (
+    give_back,
+    pop_scales,
+    set_scales,
+    take_over,
+)
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.torch_private import Untraced, untraced_alone
 from lightning_shard.errors import ConfigError
@@ -102,6 +107,7 @@ class FullModuleState:
             if self._loaded is None and id(module) in self._parts and self.engine is not None:
                 self._loaded = module
                 take_entries_apart(module, state)
+                set_scales(pop_scales(module, state))
                 self._begin_loading(self.engine)
 
         def after(module: nn.Module, incompatible: Any) -> None:

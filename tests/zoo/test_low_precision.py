@@ -9,6 +9,7 @@ import lightning as L  # noqa: N812
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lightning_shard as ls
@@ -97,6 +98,25 @@ def test_float8_layers_train_near_one_device(recipe: str, scheme: str) -> None:
     assert difference.abs().max() < 5e-3
 
 
+def compiled(what: str) -> nn.Module:
+    network = models.float8("tensorwise")
+    for one in [network] if what == "module" else network.get_submodule("model.layers").children():
+        one.compile()
+    return network
+
+
+@pytest.mark.parametrize("scheme", ["shard_ddp", "zero3", "tensor_parallel"])
+@pytest.mark.parametrize("what", ["module", "blocks"])
+def test_compiled_float8_layers_train_as_uncompiled(what: str, scheme: str) -> None:
+    """But for the compiler's own rounding."""
+    kind = type(SCHEMES[scheme]())
+    runs = [
+        train(make, kind(num_ranks=2, **RANKS), lr=0.05).losses[:3]
+        for make in (partial(models.float8, "tensorwise"), partial(compiled, what))
+    ]
+    torch.testing.assert_close(*map(torch.tensor, runs), rtol=4e-4, atol=0)
+
+
 HYBRIDS: dict[str, dict[str, Any]] = {
     "shards": {},
     "copies": {"data_parallel_size": (2, 2)},
@@ -133,6 +153,39 @@ class Saves(L.Callback):
         trainer.save_checkpoint(self.path)
 
 
+class LooseTexts(Texts):
+    """Loads what fits of a file."""
+
+    strict_loading = False
+
+
+@pytest.mark.parametrize("kind", [Texts, LooseTexts])
+@pytest.mark.parametrize("layout", ["full", "sharded"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", ["four bits", "eight bits", "inner tensors"])
+def test_a_file_of_another_base_has_its_scales_too(
+    name: str, scheme: str, layout: str, kind: Any, tmp_path: Path
+) -> None:
+    """Scales of 4 bits were unexpected names; without them codes had those of the module's base."""
+    path = tmp_path / "a.ckpt"
+    torch.manual_seed(11)
+    trainer = quiet_trainer(
+        SCHEMES[scheme](checkpoint_format=layout),
+        max_epochs=1,
+        max_steps=-1,
+        callbacks=[Saves(path)],
+    )
+    trainer.fit(Texts(MODELS[name](), 0.5))
+    losses = []
+    for seed in (11, 77):
+        torch.manual_seed(seed)
+        module = kind(MODELS[name](), 0.5)
+        trainer = quiet_trainer(SCHEMES[scheme](), max_epochs=2, max_steps=-1)
+        trainer.fit(module, ckpt_path=path, weights_only=False)
+        losses.append(torch.tensor(module.losses))
+    torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=0)
+
+
 class LateTexts(Texts):
     """Loads its model when the ranks are there."""
 
@@ -151,6 +204,34 @@ def test_four_bits_are_loaded_in_configure_model(scheme: str) -> None:
     quiet_trainer(SCHEMES[scheme](), max_steps=NUM_STEPS).fit(module)
     expected = torch.tensor(on_one_device("documented").losses)
     torch.testing.assert_close(torch.tensor(module.losses), expected)
+
+
+class LateHeld(LateTexts):
+    """Notes which elements of the base that was loaded there are still there in the first step."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        packed = [one for one in self.parameters() if one.dtype == torch.uint8]
+        self.bytes_loaded = sum(one.untyped_storage().nbytes() for one in packed)
+        self.loaded = [StorageWeakRef(one.untyped_storage()) for one in packed]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.num_left = sum(not one.expired() for one in self.loaded)
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        super().on_train_batch_end(outputs)
+        self.held = self.trainer.strategy.held_bytes()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_base_that_a_rank_has_loaded_is_gone_before_the_first_step(num_ranks: int) -> None:
+    """But for its shard."""
+    module = LateHeld(nn.Identity(), 0.5)
+    quiet_trainer(ls.ZeRO3Strategy(num_ranks=num_ranks, **RANKS), max_steps=1).fit(module)
+    assert module.num_left == 0
+    others = [one for one in module.parameters() if one.dtype != torch.uint8]
+    full = module.bytes_loaded + sum(one.nbytes for one in others)
+    assert module.held.parameters <= full / num_ranks * 1.01
 
 
 class Held(L.Callback):

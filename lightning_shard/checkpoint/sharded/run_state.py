@@ -28,6 +28,7 @@ from lightning_shard.checkpoint.sharded.folder import StoredTensor, read_all
 from lightning_shard.checkpoint.unread import exchanged
 from lightning_shard.core.layout import whole
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.memory.quantised import pop_scales, set_scales
 from lightning_shard.data_parallel.model_split import in_place
 from lightning_shard.data_parallel.optimizer_entries import (
     StateBlocks,
@@ -205,7 +206,9 @@ def load_rest(module: nn.Module, state: Mapping[str, Any]) -> None:
         for name, value in state.items()
         if name in own and not isinstance(own[name], nn.Parameter)
     }
-    module.load_state_dict(read_all(rest), strict=False)
+    read = read_all(rest)
+    set_scales(pop_scales(module, read))
+    module.load_state_dict(read, strict=False)
 
 
 @torch.no_grad()

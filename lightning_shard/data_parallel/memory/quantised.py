@@ -10,6 +10,7 @@ of Hugging Face's are in training, too; in a run they leave them as they are.
 None of these packages is imported: parameters and layers are known by their attributes.
 """
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -82,6 +83,33 @@ def give_back(model: nn.Module) -> None:
         if vars(module).pop(_PACKED, False):
             setattr(module, _PACKS_ANEW, True)
         _refer_no_more(vars(module).get("state"))
+
+
+def pop_scales(model: nn.Module, state: dict[str, Any]) -> dict[nn.Module, Any]:
+    """Take the scales of packed weights out of a state: their layers save them, and load none."""
+    found: dict[nn.Module, Any] = {}
+    for name, module in model.named_modules():
+        own = getattr(module._parameters.get("weight"), _STATE, None)
+        if own is not None and hasattr(type(own), "from_dict"):
+            prefix = f"{name}.weight." if name else "weight."
+            parts = {key: state.pop(key).clone() for key in [*state] if key.startswith(prefix)}
+            if parts:
+                found[module] = type(own).from_dict(parts, own.absmax.device)
+    return found
+
+
+def set_scales(found: Mapping[nn.Module, Any]) -> None:
+    """Let weights have these scales, by their layers."""
+    for module, scales in found.items():
+        for one in (module, module._parameters["weight"]):
+            if hasattr(one, _STATE):
+                setattr(one, _STATE, scales)
+
+
+def scales_of(model: nn.Module) -> dict[nn.Module, Any]:
+    """Return the scales that packed weights have now, by their layers."""
+    weights = {one: one._parameters.get("weight") for one in model.modules()}
+    return {one: getattr(w, _STATE) for one, w in weights.items() if hasattr(w, _STATE)}
 
 
 def refuse_quantised(model: nn.Module, rank: int) -> None:
