@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.extensions import SharedByCopies, extend_class, give_class_back
 from lightning_shard.core.states import having
+from lightning_shard.data_parallel.memory.inner_tensors import is_composed
 from lightning_shard.data_parallel.torch_private import is_called_plainly
 from lightning_shard.data_parallel.units.unsharding import looks_at_values
 from lightning_shard.tensor_parallel.full_view import FullView, seeing, sees_parts, set_view
@@ -408,7 +409,8 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 def has_weight(module: nn.Module) -> bool:
     """Whether a layer's weight is a parameter, and not computed as by `weight_norm`."""
-    return module._parameters.get("weight") is not None
+    weight = module._parameters.get("weight")
+    return weight is not None and not is_composed(weight)
 
 
 def is_transposed(module: nn.Module) -> bool:

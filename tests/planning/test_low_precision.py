@@ -58,6 +58,7 @@ def test_a_plan_counts_the_state_of_the_modules_optimizer() -> None:
     assert [min(shares), max(shares)] == pytest.approx([0.157, 0.157], abs=0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"zero_stage": 2}, {"zero_stage": 3}, STAGES])
 def test_a_base_made_of_several_tensors_is_counted_as_in_a_dry_run(options: Any) -> None:
     """A plan failed: its copy on meta had the inner tensors, by names that no module has."""
@@ -77,6 +78,7 @@ def advice(model: Any, **options: Any) -> str:
     return "; ".join(found.low_precision)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_what_holds_less() -> None:
     limit = 2**20
     assert "AdamW8bit" not in advice(style("entries", Wide)(), device_memory=1000)
@@ -88,6 +90,7 @@ def test_what_does_not_fit_is_told_what_holds_less() -> None:
     assert "BitsAndBytesConfig(load_in_4bit=True): " in advice(frozen, device_memory=1000)
 
 
+@pytest.mark.slow
 def test_what_waits_for_links_is_told_what_sends_less() -> None:
     told = advice(Wide(), nodes=2, machine=SLOW, device_memory=2**30)
     assert "compression: int4" in told

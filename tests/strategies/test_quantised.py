@@ -446,3 +446,10 @@ def test_packed_parameters_on_meta_are_refused_by_name() -> None:
         module = Net()
     with pytest.raises(ConfigError, match=r"'blocks.0.weight', .* on meta are quantised"):
         trainer.fit(module)
+
+
+def test_a_plan_of_layers_made_of_several_tensors_is_refused_before_a_run_too() -> None:
+    """A dry run raised KeyError: 'weight'."""
+    strategy = TensorParallelStrategy(**RANKS, plan={"blocks.*.base": "colwise"})
+    with pytest.raises(ConfigError, match=r"The plan splits 'blocks.0.base' colwise, but it is a"):
+        strategy.dry_run(Net("several"), [torch.empty(2, WIDTH)], world_size=2)
