@@ -419,7 +419,9 @@ class DataParallelStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         self.run.steps.compare_batch(batch, dataloader_idx)
-        return super().batch_to_device(batch, device, dataloader_idx)
+        moved = super().batch_to_device(batch, device, dataloader_idx)
+        self.run.same_bits.begin_batch()
+        return moved
 
     @override
     def on_predict_start(self) -> None:

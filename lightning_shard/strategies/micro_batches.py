@@ -25,7 +25,7 @@ from lightning_shard.core import settings
 from lightning_shard.elastic.data_loaders import replace_samplers
 from lightning_shard.errors import ConfigError
 
-TRAINING, EVALUATION = range(2)
+TRAINING, EVALUATION, UPDATE, EPOCH_END, BATCH_START = range(5)
 
 
 class NumberedSamples(list[Any]):

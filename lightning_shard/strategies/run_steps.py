@@ -21,6 +21,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.precision.policy import TRUE_DTYPES, AskedFormats
 from lightning_shard.strategies.dimensions.dimension import ModuleStep, StepKind, StepRunner
 from lightning_shard.strategies.memory_notes import MemoryNotes
+from lightning_shard.strategies.micro_batches import EPOCH_END, UPDATE
 from lightning_shard.strategies.parts import RunPart
 from lightning_shard.strategies.trainer._lightning import (
     before_batches,
@@ -110,6 +111,7 @@ class RunLoops(RunPart):
 
     def check_settings(self, trainer: "pl.Trainer") -> None:
         """Compare, around an epoch's end, what hooks and schedulers may change in a fit."""
+        self.run.same_bits.begin_hooks(EPOCH_END)
         self._settings.are_due = True
         if trainer.state.fn == TrainerFn.FITTING and not self.strategy.meets_at_steps:
             self._settings.check(trainer)
@@ -211,12 +213,13 @@ class RunSteps(RunPart):
             result = closure()
             for one in strategy.dimensions:
                 one.before_update(optimizer, strategy.optimizers.index(optimizer))
+            self.run.same_bits.begin_hooks(UPDATE)
             return result
 
         with self.run.setup.hidden():
             self.run.setup.follow_model()  # before the optimizer runs, which may call the step
             with self.bytes.counting(), self.memory.told("optimizer_step"):
-                result = step(optimizer, seen if strategy.dimensions else closure)
+                result = step(optimizer, seen)
             if self.run.same_bits.is_on:
                 self.run.same_bits.end_update()
             return result

@@ -11,14 +11,16 @@ from math import prod
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from torch import nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.states import setting
+from lightning_shard.data_parallel.torch_private import BatchNorm
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.dimensions.dimension import RunView
 from lightning_shard.strategies.micro_batches import (
+    BATCH_START,
     EVALUATION,
     TRAINING,
     Dealing,
@@ -81,12 +83,15 @@ class SameBits(RunPart):
 
     def check(self, view: RunView) -> None:
         """Refuse a fit that could not have the same bits on any number of ranks."""
-        for why in self._reasons(view):
+        for why in (*self._reasons_of_steps(view), *self._reasons_of_ranks()):
             raise self.error(why)
 
-    def _reasons(self, view: RunView) -> Iterator[str]:
-        options, num_ranks = self.run.options, self.strategy.data_collectives.size
-        precision = str(self.strategy.precision_plugin.precision)
+    @property
+    def _precision(self) -> str:
+        return str(self.strategy.precision_plugin.precision)
+
+    def _reasons_of_steps(self, view: RunView) -> Iterator[str]:
+        precision = self._precision
         callbacks: Any = view.module.trainer.callbacks  # type: ignore[attr-defined]
         if not view.module.automatic_optimization:
             yield (
@@ -108,6 +113,14 @@ class SameBits(RunPart):
                 "GradientAccumulationScheduler changes the number of micro-batches in the fit, "
                 "expected one number. Pass Trainer(accumulate_grad_batches=...)."
             )
+        if _has(callbacks, StochasticWeightAveraging) and _has(view.model, BatchNorm):
+            yield (
+                "StochasticWeightAveraging computes the statistics of batch norms anew, from each "
+                "rank's own batches, expected those of micro-batches. Use WeightAveraging."
+            )
+
+    def _reasons_of_ranks(self) -> Iterator[str]:
+        options, num_ranks = self.run.options, self.strategy.data_collectives.size
         for one in self.strategy.dimensions:
             if one.axis != "pp" and self.strategy.mesh.size(one.axis) > 1:
                 yield (
@@ -115,7 +128,7 @@ class SameBits(RunPart):
                     f"in one go, expected ranks that have whole samples and whole layers. Use data "
                     f"parallel, ZeRO or pipeline_parallel."
                 )
-            elif one.axis == "pp" and precision == "bf16-true":
+            elif one.axis == "pp" and self._precision == "bf16-true":
                 yield (
                     "precision='bf16-true' rounds what a pipeline's microbatches add up to before "
                     "it is divided, expected fp32 or 'bf16-mixed'. Use data parallel or ZeRO."
@@ -189,6 +202,17 @@ class SameBits(RunPart):
     def logging(self, values: Sequence[Logged]) -> AbstractContextManager[None]:
         """Inside, a value is logged that is the mean of these."""
         return setting(self._means, parts=values)
+
+    def begin_hooks(self, kind: int) -> None:
+        """Where it is set, begin random numbers anew for hooks that follow any micro-batches."""
+        if self.is_on:
+            number, device = self.run.trainer.global_step, self.strategy.root_device
+            begin_random_numbers(kind, number, device=device)
+
+    def begin_batch(self) -> None:
+        """Begin random numbers anew for the hooks before the first batch of a step."""
+        if self.is_on and self.run.trainer.training and (self._index + 1) % self._num_own() == 0:
+            self.begin_hooks(BATCH_START)
 
     def end_update(self) -> None:
         """Where ranks may be lost, let each have the buffers that all go on from; collective."""

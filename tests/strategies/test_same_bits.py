@@ -13,7 +13,11 @@ import lightning as L  # noqa: N812
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -121,7 +125,53 @@ class Drawn(Images):
         return Subset(DrawingData(num_samples), range(num_samples))
 
 
+class LeavesOut(Images):
+    """Uses a layer for some micro-batches alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare = nn.Sequential(nn.Flatten(), nn.Linear(48, 5))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        images = batch[0]
+        return loss + self.rare(images).pow(2).mean() if images[0, 0, 0, 0] > 0 else loss
+
+
+class DrawsInHooks(Images):
+    """Adds noise to gradients before a step, and to weights after it and at the end of epochs."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for number, param in enumerate(self.parameters()):
+            grad = param.grad
+            assert grad is not None
+            if number % 3 == 0:
+                param.grad = grad + torch.randn_like(grad) * 0.01
+            elif number % 3 == 1:
+                grad.mul_(torch.bernoulli(torch.full_like(grad, 0.8)))
+            else:
+                grad.add_(torch.empty_like(grad).uniform_(-0.01, 0.01).flatten().view_as(grad))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            self.shake()
+
+    def on_train_epoch_end(self) -> None:
+        self.shake()
+
+    def on_validation_epoch_end(self) -> None:
+        self.shake()
+
+    def shake(self) -> None:
+        """Add noise to the weights."""
+        with torch.no_grad():
+            for param in self.parameters():
+                param.add_(torch.randn_like(param) * 0.001)
+
+
 KINDS: dict[str, Callable[[], Any]] = {
+    "leaves out": LeavesOut,
+    "draws in hooks": DrawsInHooks,
     "images": Images,
     "centred": Centred,
     "drawn": Drawn,
@@ -241,6 +291,20 @@ def test_a_micro_batch_begins_with_the_buffers_of_the_step_on_every_rank(tmp_pat
     """The second one of a rank began with what the rank's own first one had left before."""
     cases = [("zero1", 1), ("zero1", 2), ("zero2", 2), ("zero3", 4)]
     assert len(digests(tmp_path, cases, model="centred")) == 1
+
+
+@pytest.mark.slow
+def test_a_layer_that_some_ranks_leave_out_is_summed_in_order(tmp_path: Path) -> None:
+    """Stage 0 sent second halves among first ones, at places that other ranks lacked."""
+    cases = [("zero1", 1), ("shard_ddp", 2), ("zero2", 2), ("zero3", 4)]
+    assert len(digests(tmp_path, cases, model="leaves out")) == 1
+
+
+@pytest.mark.slow
+def test_what_hooks_draw_follows_the_step(tmp_path: Path) -> None:
+    """It followed the last micro-batch of the rank, and was drawn for a shard."""
+    cases = [("zero1", 1), ("shard_ddp", 2), ("zero1", 4), ("zero2", 2), ("zero3", 4)]
+    assert len(digests(tmp_path, cases, model="draws in hooks")) == 1
 
 
 @pytest.mark.slow
@@ -368,6 +432,8 @@ def test_what_cannot_have_the_same_bits_is_refused_before_training() -> None:
     refused("batch norms are synchronised", Synchronised())
     refused("leaves out steps", precision="16-true")
     refused("GradientAccumulationScheduler", callbacks=[GradientAccumulationScheduler({0: 2})])
+    averaging = StochasticWeightAveraging(0.01)
+    refused("computes the statistics of batch norms anew", callbacks=[averaging])
     refused("a loss of the samples of all ranks", OfAllRanks())
     refused("returned no loss", NoLoss())
     refused("the axis 'tp' add up parts of sums", kind=TensorParallelStrategy)

@@ -384,7 +384,7 @@ class CodecExchange(Exchange):
 
     def __init__(self, codec: "Codec", buffer: FlatBuffer) -> None:
         super().__init__(buffer)
-        self.codec = codec
+        self.codec, self.sends_twice = codec, buffer.keeps_all
         self._shape = (buffer.ranks.size, buffer.segment_numel)
         self.keeps_momentum = codec.momentum > 0 or codec.sends_momentum
         self.sends_momentum, self.freezes_variance = codec.sends_momentum, codec.freezes_variance

@@ -185,6 +185,7 @@ class Exchange(ABC):
             second moment; else it is left alone, since no value decodes to zero.
         update_limit: Greatest change of a value in a step after the warm-up, in learning rates.
         keeps: Whether something of the values is kept for later averages.
+        sends_twice: Whether the second half sends over the same ranks as the first.
         clips_by: What the values are clipped by before anything of them is kept: a factor, of shape
             () and 1 at most, or the greatest magnitude; None for not at all.
         was_dense: Whether the last average was uncompressed, of values that were not clipped.
@@ -198,6 +199,7 @@ class Exchange(ABC):
     fills_variance = False
     update_limit = 1.0
     keeps = False
+    sends_twice = True
     clips_by: Tensor | float | None = None
     was_dense = False
 

@@ -567,8 +567,9 @@ class FlatGradients:
     @property
     def sent_next(self) -> list[Tensor | None]:
         """This rank's gradient of each parameter that the next reduction sends, or None."""
-        sent = zip(self.buffer.views, self._contributions(), strict=True)
-        return [view if is_sent else None for view, is_sent in sent]
+        views = self.buffer.views  # none where this rank has used nothing of the buffer
+        sent = enumerate(self._contributions())
+        return [views[index] if is_sent else None for index, is_sent in sent]
 
     @unrecorded
     def continue_reduce(self) -> None:
@@ -604,6 +605,12 @@ class FlatGradients:
             return True
         work = travel.work
         return isinstance(work, Pending) and not travel.copies_differ and work.is_ready()
+
+    @property
+    def sends_twice(self) -> bool:
+        """Whether the reduction that has begun has a second half over the same ranks."""
+        work = None if self._travel is None else self._travel.work
+        return isinstance(work, Exchange) and work.sends_twice
 
     @unrecorded
     def finish_reduce(self) -> None:

@@ -303,7 +303,10 @@ class Reducer:
         """Whether to wait for a reduction: before a backward ends, whether all begin it now."""
         # A rank that has not used all of a unit begins it once backward has left that unit. Until
         # then it may wait for this rank itself, to unshard a unit or to exchange tokens.
-        return gradients.state in IS_LEFT or not self.usage.may_differ_in_backward
+        # What is sent in two halves is not continued then: some ranks would begin others first.
+        if not self.usage.may_differ_in_backward:
+            return True
+        return gradients.state in IS_LEFT and not gradients.sends_twice
 
     @as_they_are
     def flush(self) -> None:

@@ -82,6 +82,7 @@ class TreeExchange(Exchange):
 
     def __init__(self, buffer: FlatBuffer, groups: DataGroups) -> None:
         super().__init__(buffer)
+        self.sends_twice = buffer.keeps_all
         self._ranks = groups.dp if buffer.keeps_all else groups.shard
         self._copies = None if buffer.keeps_all else groups.replicate
         self._own, self._all = TreeSum(), TreeSum()

@@ -44,7 +44,8 @@ class Spread:
         lent: The memory of shards that user code was given.
         refusal: Why results of the ranks cannot be combined, which do not come here together.
         is_of_some: Whether some ranks have no element, as of an expert in a list.
-        reduces_full: Whether sums and norms have the bits of the full tensor's, which is gathered.
+        reduces_full: Whether sums and norms have the bits of the full tensor's, which is gathered,
+            and random numbers those that are drawn for it.
     """
 
     name: str
@@ -206,8 +207,11 @@ class ShardedTensor(SeesOperations):
     def dispatched(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute element by element, or over the groups."""
         name = func._schema.name.partition("::")[2]
-        if name in _REDUCTIONS:
+        if name in _REDUCTIONS or name in _DRAWING:
             spread = _first((args, kwargs)).spread
+        if name in _DRAWING and spread.reduces_full:
+            return _drawn(func, args, kwargs)
+        if name in _REDUCTIONS:
             with reading(spread.name):
                 if spread.reduces_full:
                     full_args, kwargs = map_only(ShardedTensor, _full, (args, kwargs))
@@ -328,10 +332,11 @@ def _key(shard: ShardedTensor) -> tuple[int, int, int]:
 _VIEWS = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias"})
 _NAMES = (
     "alias clone copy_ detach _to_copy lift_fresh fill fill_ zero_ masked_fill masked_fill_ "
-    "floor_divide floor_divide_ bernoulli bernoulli_ exponential_ log_normal_ normal_ uniform_ "
-    "empty_like full_like ones_like zeros_like rand_like randn_like"
+    "floor_divide floor_divide_ empty_like full_like ones_like zeros_like"
 )
-_BY_ELEMENT = frozenset(_NAMES.split())  # which torch does not tag as such
+_DRAWN = "bernoulli bernoulli_ exponential_ log_normal_ normal_ uniform_ rand_like randn_like"
+_DRAWING = frozenset(_DRAWN.split())
+_BY_ELEMENT = frozenset(_NAMES.split()) | _DRAWING  # which torch does not tag as such
 
 
 def refusal(func: Any, tensor: ShardedTensor, reason: str = "") -> ConfigError:
@@ -391,6 +396,15 @@ def _by_element(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if func._schema.name in ("aten::detach", "aten::alias"):
         return _viewed(func, like, like.shape)
     return map_only(Tensor, wrapped, result)
+
+
+def _drawn(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Draw for the full tensor, as each rank does alike, and keep this rank's elements."""
+    like = _first((args, kwargs))
+    full_args, kwargs = map_only(ShardedTensor, _full, (args, kwargs))
+    drawn = like if func._schema.is_mutable else like.beside(torch.empty_like(like.local))
+    drawn.take_over(func(*full_args, **kwargs))
+    return drawn
 
 
 def _each(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

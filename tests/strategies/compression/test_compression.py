@@ -9,10 +9,10 @@ import lightning as L  # noqa: N812
 import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import DDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy
 from lightning_shard.data_parallel.compression import (
@@ -435,3 +435,34 @@ def test_gloo_trains_as_one_process_does() -> None:
         inside = _train("in_process", *case)
         assert run.losses == pytest.approx(inside.losses, rel=1e-4), case
         assert run.norms == pytest.approx(inside.norms, rel=1e-3), case
+
+
+class SometimesUsed(BoringModel):
+    """A batch norm, which may talk in backward, and layers that some ranks' samples leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32))
+        self.rare = nn.Linear(32, 2)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(RandomDataset(32, 64), batch_size=4)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.body(batch)
+        loss = self.layer(hidden).pow(2).mean()
+        rank = self.trainer.strategy.global_rank
+        return loss + self.rare(hidden).pow(2).mean() if batch_idx % 2 == rank else loss
+
+
+@pytest.mark.few_cases(2)
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("compression", ["int8", "topk", "powersgd"])
+def test_ranks_that_leave_layers_out_send_in_one_order(compression: str, name: str) -> None:
+    """Second halves went out amid first halves, at places that ranks without a layer lacked."""
+    made = strategy(name, compression=compression)
+    trainer = quiet_trainer(max_steps=4, devices=2, strategy=made)
+    module = SometimesUsed()
+    trainer.fit(module)
+    assert trainer.global_step == 4
+    assert all(torch.isfinite(value).all() for value in module.state_dict().values())
