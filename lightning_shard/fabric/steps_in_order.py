@@ -17,7 +17,7 @@ from torch.utils.data import DistributedSampler, IterableDataset
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import ConfigError
-from lightning_shard.strategies.micro_batches import TRAINING, Dealing, begin_random_numbers
+from lightning_shard.strategies.micro_batches import TRAINING, UPDATE, Dealing, begin_random_numbers
 
 
 class StepsInOrder:
@@ -72,9 +72,11 @@ class StepsInOrder:
             )
 
     def begin_micro_batch(self) -> None:
-        """Begin random numbers anew with the micro-batch that comes next."""
-        place = self._dealing.place(min(self._index, self._num_own - 1))
-        begin_random_numbers(TRAINING, self.num_steps, place, device=self._device)
+        """Begin random numbers anew with what comes next: a micro-batch, or the step's update."""
+        of = [UPDATE]
+        if self._index < self._num_own:
+            of = [TRAINING, self._dealing.place(self._index)]
+        begin_random_numbers(*of, self.num_steps, device=self._device)
 
     def before_forward(self, engine: DataParallelEngine) -> None:
         """Note with what buffers a step begins."""

@@ -91,13 +91,16 @@ def test_narrow_formats_have_the_same_bits(precision: Any) -> None:
 
 
 def clips_by_hand(fabric: Fabric, num_own: int) -> str:
-    """Train a step whose gradients are clipped by torch's own function, as many loops do."""
+    """Train a step whose gradients get noise and are clipped by torch's own function."""
     torch.manual_seed(3)
     module = nn.Sequential(nn.Linear(31, 67), nn.ReLU(), nn.Linear(67, 5))
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
     data = TensorDataset(torch.randn(MICRO_BATCHES * BATCH, 31))
     for (batch,) in fabric.setup_dataloaders(DataLoader(data, batch_size=BATCH)):
         fabric.backward(model(batch).square().sum() / num_own)
+    for one in model.parameters():
+        assert one.grad is not None
+        one.grad.add_(torch.randn_like(one.grad), alpha=0.01)
     norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.1)]
     optimizer.step()
     norms += [one.norm() for one in model.parameters()]
@@ -105,7 +108,7 @@ def clips_by_hand(fabric: Fabric, num_own: int) -> str:
     return checksum(norms, model.state_dict())
 
 
-def test_norms_and_sums_that_a_loop_takes_have_the_bits_of_one_rank() -> None:
+def test_norms_and_noise_of_a_loop_have_the_bits_of_one_rank() -> None:
     """They were those of the shards, whose number showed in their bits."""
     found = set()
     for strategy, num_ranks in (("shard_ddp", 1), ("zero1", 2), ("zero2", 4), ("zero3", 8)):
