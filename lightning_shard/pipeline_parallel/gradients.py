@@ -283,7 +283,7 @@ def full_backward(
     if not roots or not (inputs or params):
         return _filled([None] * len(inputs), inputs), [None] * len(params)
     leaves = _leaves(roots, params) if reformatted else []
-    ends: Sequence[Any] = [leaf.edge for leaf in leaves] if reformatted else params
+    ends: Sequence[Any] = [leaf.edge for leaf in leaves] if reformatted else _ends(params)
     found: Sequence[Tensor | None] = ()
     if inputs or ends:
         found = torch.autograd.grad(roots, [*inputs, *ends], grads, allow_unused=True)
@@ -338,6 +338,11 @@ def input_backward(
 
     by_input = dict(zip(used, given, strict=True))
     return _filled([by_input.get(one) for one in inputs], inputs), rest
+
+
+def _ends(params: Sequence[nn.Parameter]) -> list[Any]:
+    """Return where a backward stops: parameters that look full to user code are edges."""
+    return [one if type(one) is nn.Parameter else gradient_edge(one) for one in params]
 
 
 def _used(ends: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
