@@ -165,6 +165,10 @@ class Hub:
         self._requeues: Message = {}  # what the ranks are told of it
         self._announced: dict[str, Message] = {}  # by kind, for those who come late
 
+    def expects(self, rank: int) -> bool:
+        """Whether it is one of the ranks that meet."""
+        return rank in self._members
+
     def heard(self, rank: int, message: Message, now: float) -> None:
         """Take note of a message that has come from `rank`."""
         member = self._members[rank]
@@ -347,16 +351,16 @@ class HubService(Served):
     def _is_let_in(self, connection: Connection, message: Message, now: float) -> bool:
         """Return whether the message is one of a rank that comes, of which there is none yet."""
         meeting, rank = message["meeting"], message["rank"]
-        if (meeting, rank) in self._connections or not 0 <= rank < message["world_size"]:
+        hub = self._hubs.get(meeting) or Hub(
+            message["world_size"],
+            float(message["silence_seconds"]),
+            lambda rank, told: self._tell((meeting, rank), told),
+            now,
+            settings.grace_seconds(),
+        )
+        if (meeting, rank) in self._connections or not hub.expects(rank):
             return False
-        if meeting not in self._hubs:
-            self._hubs[meeting] = Hub(
-                message["world_size"],
-                message["silence_seconds"],
-                lambda rank, told: self._tell((meeting, rank), told),
-                now,
-                settings.grace_seconds(),
-            )
+        self._hubs[meeting] = hub
         self._know(connection, (meeting, rank))
         return True
 

@@ -13,6 +13,7 @@ from datetime import timedelta
 from itertools import permutations
 from threading import Event
 from time import monotonic, sleep
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -131,6 +132,21 @@ def test_a_stranger_is_shown_the_door(ranks: list[KeptLifeline]) -> None:
             with contextlib.suppress(ConnectionResetError):
                 while stranger.recv(1 << 12):
                     pass  # the challenge, and the end
+    assert server.is_alive()
+    assert not any(map(has_failed, ranks))
+
+
+@pytest.mark.parametrize("rank", [3, 0.5])
+def test_a_rank_beyond_those_that_meet_is_shown_the_door(
+    rank: Any, ranks: list[KeptLifeline]
+) -> None:
+    """The server counted by the rank's own number of ranks, and ended when that rank had gone."""
+    server = job_server.current()
+    assert server is not None
+    address = replace(HERE, port=server.port)
+    stranger = KeptLifeline(address, rank=rank, world_size=5, timeout=LONG, look=lambda: None)
+    until(lambda: has_failed(stranger))
+    stranger.leave()
     assert server.is_alive()
     assert not any(map(has_failed, ranks))
 
