@@ -90,14 +90,15 @@ def bytes_in_blocks(optimizers: Sequence[Optimizer]) -> dict[nn.Parameter, float
     for optimizer, group in ((one, group) for one in optimizers for group in one.param_groups):
         blocks = _blocks_of(optimizer, group)
         if blocks is not None:
-            sizes: dict[int, int] = {}  # by a number of elements
-            for param in group["params"]:
-                numel = param.numel()
-                tried = numel if numel < 2 * _SAMPLE else _SAMPLE + numel % _SAMPLE
-                if tried not in sizes:
-                    zeros = torch.zeros(tried, dtype=param.dtype)
-                    sizes[tried] = _bytes_of_elements(optimizer, group, zeros, blocks)
-                found[param] = sizes[tried] * numel / max(tried, 1)
+            sizes: dict[torch.Size, int] = {}  # by a shape
+            for param in (one for one in group["params"] if one.numel()):
+                shape, numel = param.shape, param.numel()
+                if numel >= 2 * _SAMPLE:  # of as many dimensions, which some optimizers ask for
+                    shape = torch.Size([1] * (param.ndim - 1) + [_SAMPLE + numel % _SAMPLE])
+                if shape not in sizes:
+                    zeros = torch.zeros(shape, dtype=param.dtype)
+                    sizes[shape] = _bytes_of_elements(optimizer, group, zeros, blocks)
+                found[param] = sizes[shape] * numel / shape.numel()
     return found
 
 

@@ -44,6 +44,28 @@ def test_a_large_parameter_without_elements_is_counted_by_fewer() -> None:
     assert per_element == pytest.approx([4, 1 + 4 / 16, 4])
 
 
+class OfMatrices(torch.optim.Optimizer):
+    """Keeps a code for each element of matrices, and a scale for each block, and takes no more."""
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                rows, columns = param.shape
+                state = self.state[param]
+                state["codes"] = torch.zeros(rows, columns, dtype=torch.uint8)
+                state["scales"] = torch.zeros(rows * columns // 64)
+
+
+def test_state_is_counted_for_tensors_of_as_many_dimensions() -> None:
+    """It was tried with vectors, and a plan said that the training step had raised."""
+    shapes = [(64, 3), (2**16, 2**10), (0, 4)]
+    params = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    counted = bytes_in_blocks([OfMatrices(params, {"lr": 0.1})])
+    numels = [one.numel() for one in params[:2]]
+    assert [counted[one] for one in params[:2]] == [numel + numel // 64 * 4 for numel in numels]
+    assert params[2] not in counted
+
+
 def test_a_plan_counts_the_state_of_the_modules_optimizer() -> None:
     """It was Adam's two values in float32, whichever optimizer the module makes."""
     states = []
