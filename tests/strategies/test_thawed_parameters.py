@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, Callback
-from torch import Tensor
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_shard import ZeRO2Strategy
 from lightning_shard.errors import CheckpointError
-from tests.strategies.parity import ignoring
+from tests.strategies.parity import ignoring, quiet_trainer
 from tests.strategies.schemes import SCHEMES, OfRanks
 from tests.strategies.stacks import fit, trainer_of
 
@@ -208,3 +210,51 @@ def test_groups_that_no_hook_brings_back_are_refused_once_the_hooks_have_run(
         match=r"only its weights were loaded: .* \[4, 8\] parameters, expected \[20\]",
     ):
         trainer.fit(OfRanks(), ckpt_path=tmp_path / "tuned.ckpt", weights_only=False)
+
+
+class UsedOnce(BoringModel):
+    """A layer that one rank's first micro-batch uses alone, and that is frozen in the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare = nn.Linear(32, 2)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(RandomDataset(32, 8), batch_size=2)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.rare.requires_grad_(batch_idx == 0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.layer(batch).mean()
+        uses = batch_idx == 0 and self.trainer.strategy.global_rank == 0
+        return loss + self.rare(batch).mean() if uses else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class UsedOnceAndSeen(UsedOnce):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert self.rare.bias.grad is not None
+
+
+@pytest.mark.few_cases(2)
+@pytest.mark.parametrize("name", ["shard_ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("style", [UsedOnce, UsedOnceAndSeen])
+def test_a_gradient_of_one_rank_reaches_all_where_its_layer_is_frozen_next(
+    style: type[UsedOnce], name: str
+) -> None:
+    """Other ranks passed over what they could not use any more, and hooks had it averaged twice."""
+    trainer = quiet_trainer(
+        strategy=f"{name}_in_process",
+        devices=2,
+        max_steps=1,
+        accumulate_grad_batches=2,
+        gradient_clip_val=None,
+    )
+    module = style()
+    before = module.rare.bias.detach().clone()
+    trainer.fit(module)
+    change = module.rare.bias.detach() - before
+    torch.testing.assert_close(change, torch.full((2,), -1 / 2 / 2 / 2))  # of 2 outputs

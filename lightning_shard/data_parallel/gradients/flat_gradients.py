@@ -15,7 +15,7 @@ a `GradientBuffer`; here is when they arrive and travel.
 """
 
 from collections.abc import Collection, Sequence
-from operator import and_, is_, or_
+from operator import and_, is_, not_, or_
 from typing import NamedTuple, cast
 
 import torch
@@ -344,10 +344,16 @@ class FlatGradients:
     @property
     def all_trained_are_used(self) -> bool:
         """Whether this rank has used every parameter that can have a gradient."""
-        if self.states.all_used:
+        states = self.states
+        if states.all_used:
             return True
-        used = zip(self.states.is_used, self.flat.params, strict=True)
-        return all(is_used or not param.requires_grad for is_used, param in used)
+        trained = map(or_, map(REQUIRES_GRAD, self.flat.params), states.was_trained)
+        return all(map(or_, states.is_used, map(not_, trained)))
+
+    def note_accumulated(self) -> None:
+        """Note that a backward has been added up only: what it had can be frozen in the next."""
+        self.is_owed |= self.accumulates and self.is_trained
+        self.states.note_trained(map(REQUIRES_GRAD, self.flat.params))
 
     @property
     def must_reduce(self) -> bool:

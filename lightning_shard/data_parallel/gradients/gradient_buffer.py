@@ -53,6 +53,7 @@ class GradientStates:
         is_reduced: Whether some of the gradient has been reduced: REDUCED or BOTH.
         is_used: Whether this rank has used the parameter since the last zero_grad.
         is_valid: Whether any rank has used it, so that the optimizer sees a gradient.
+        was_trained: Whether a micro-batch could use it of which ranks have not yet told each other.
     """
 
     def __init__(self, num_params: int) -> None:
@@ -60,6 +61,7 @@ class GradientStates:
         self.is_reduced = bytearray(num_params)
         self.is_used = bytearray(num_params)
         self.is_valid = bytearray(num_params)
+        self.was_trained = bytearray(num_params)
         self._all = bytes([_YES]) * num_params
 
     def __len__(self) -> int:
@@ -139,6 +141,11 @@ class GradientStates:
     def validate(self, flags: Sequence[int]) -> None:
         """Note which parameters some rank has used, beside those that are known to be."""
         self.is_valid[:] = bytes(map(or_, self.is_valid, flags))
+        self.was_trained[:] = bytes(len(self))
+
+    def note_trained(self, flags: Iterable[bool]) -> None:
+        """Note which parameters the ranks could use in a micro-batch that is only added up."""
+        self.was_trained[:] = bytes(map(or_, self.was_trained, flags))
 
     def forget(self, indices: Iterable[int]) -> None:
         """Note that gradients are gone."""

@@ -362,7 +362,7 @@ class Reducer:
         """Reduce what was accumulated before a unit was frozen, after all others on each rank."""
         for gradients in [self._gradients[position] for position in self._order]:
             if not self.synchronises:
-                gradients.is_owed |= gradients.accumulates and gradients.is_trained
+                gradients.note_accumulated()
                 continue
             if gradients.is_owed:
                 self._begin([gradients])
