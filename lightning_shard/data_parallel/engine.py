@@ -52,7 +52,7 @@ from lightning_shard.data_parallel.memory.leftovers import (
     refuse_leftover_shards,
 )
 from lightning_shard.data_parallel.memory.quantised import refuse_quantised
-from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit, share_out
+from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit, has_parts, share_out
 from lightning_shard.data_parallel.offload.copier import HostCopier
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
@@ -188,7 +188,7 @@ class DataParallelEngine:
             return None
         ahead = 1 if self.options.prefetch is None else self.options.prefetch
         args = self.model, self.units, self._close, ahead, self.phases, self._lent.take_all_back
-        return Unsharder(*args, self._scales)
+        return Unsharder(*args, self._scales, of_parts=has_parts(self.split))
 
     def _made_adoption(self) -> Adoption:
         weights, rank, phases = self._weights, self.collectives.rank, self.phases

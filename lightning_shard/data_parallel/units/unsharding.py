@@ -26,10 +26,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.modules import hookable
-from lightning_shard.core.states import State
+from lightning_shard.core.states import State, setting
 from lightning_shard.data_parallel.compression.float8_gather import Float8Scales
 from lightning_shard.data_parallel.gradients.usage import UnshardRecord
-from lightning_shard.data_parallel.graph_borders import LeftGraphs, outputs_with_gradient
+from lightning_shard.data_parallel.graph_borders import LeftGraphs, on_entry, outputs_with_gradient
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.phases import Phase, Phases
 from lightning_shard.data_parallel.torch_private import (
@@ -38,6 +38,7 @@ from lightning_shard.data_parallel.torch_private import (
     in_backward,
     keeps_graph,
     outside_transforms,
+    queue_after_backward,
     untraced,
     without_function_modes,
 )
@@ -253,8 +254,13 @@ class Unsharder:
         phases: Phases,
         take_back: Callable[[], None],
         scales: Float8Scales,
+        *,
+        of_parts: bool = False,
     ) -> None:
         self._units, self._take_back, self._scales = units, take_back, scales
+        self._of_parts = of_parts  # full parameters are parts of what user code is to see
+        self._hides_parts = False  # in a hook, to which only shards look full
+        self._brought_by: list[nn.Module] = []  # called by hooks, the innermost last
         self._units_ahead = units_ahead
         self._on_left = on_left
         self._staying = [unit for unit in units if unit.stays]
@@ -328,7 +334,7 @@ class Unsharder:
         make = self._outside_of_steps if unit.stays else _Hook
         first, last = make(before, before_other), make(after, after_other)
         self._handles.append(module.register_forward_pre_hook(first, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(last))
+        self._handles.append(module.register_forward_hook(last, always_call=self._of_parts))
 
     def _outside_of_steps(
         self, function: Callable[..., None], of_copy: Callable[..., None]
@@ -349,7 +355,10 @@ class Unsharder:
             with outside_transforms():  # of parameters that are given the part instead, say
                 self._widen(unit)
                 unit.ensure_full()
-            unit.kept = True
+            if self._hides_parts:
+                self._brought_by.append(part)
+            else:
+                unit.kept = True
 
         keep_full, widen = _Hook(keep), _Hook(partial(self._widen, unit))
 
@@ -361,6 +370,51 @@ class Unsharder:
 
         hook = TracedHook(before, self._or_as_copy(before, self.copies.check_entered))
         self._handles.append(part.register_forward_pre_hook(hook))
+        if self._of_parts:
+            self._hook_part_of_split(unit, part)
+
+    def _hook_part_of_split(self, unit: Unit, part: nn.Module) -> None:
+        leave = _Hook(partial(self._leave_part, unit))
+
+        def after(called: nn.Module, _: Any, output: Any) -> None:
+            if self._hides_parts:
+                leave(called, output)
+
+        hook = TracedHook(after, lambda *_: None)
+        self._handles.append(part.register_forward_hook(hook, always_call=True))
+
+    def _leave_part(self, unit: Unit, part: nn.Module, output: Any) -> None:
+        """Let a hook that has called a part of a block see full parameters again."""
+        if self._brought_by[-1:] == [part]:
+            self._brought_by.pop()
+            self._hide_until_backward([unit], output)
+
+    def _hide_until_backward(self, units: Sequence[Unit], output: Any) -> None:
+        """Reshard units that a call in a hook has used, until a backward through it begins."""
+        outputs, _ = outputs_with_gradient(output)
+        if outputs:
+            on_entry(outputs, lambda _: self._bring_for_backward(units))
+        with outside_transforms():
+            for unit in units:
+                unit.reshard(edited=True)  # of which a graph keeps the memory that it needs
+
+    def _bring_for_backward(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            unit.begin_unshard()
+        for unit in units:
+            unit.ensure_full()
+        self._hide_after_backward()
+
+    def _hide_after_backward(self) -> None:
+        if self._hides_parts:
+            queue_after_backward(self._hide_parts)
+
+    def _hide_parts(self) -> None:
+        """Reshard what a backward has left full that a hook has called."""
+        for unit in self._units if self._hides_parts else ():
+            if not (unit.is_resharded or unit.kept):
+                self._on_left(unit)
+                unit.reshard(edited=True)
 
     def _hook_holder(self, module: nn.Module) -> None:
         enter, leave = _Hook(self._enter_holder), _Hook(self._leave_holder)
@@ -369,9 +423,9 @@ class Unsharder:
             if Phase.STEP not in self._phases.open:  # where all is here
                 enter()
 
-        def after(_: nn.Module, __: Any, ___: Any) -> None:
+        def after(_: nn.Module, __: Any, output: Any) -> None:
             if Phase.STEP not in self._phases.open:
-                leave()
+                leave(output)
 
         first = TracedHook(before, self._or_as_copy(before, self.copies.enter))
         last = TracedHook(after, self._or_as_copy(after, self.copies.leave))
@@ -411,7 +465,7 @@ class Unsharder:
         self._follow_trace()
         self._scales.forget()
         self._has_ended_in_step = False
-        with self._phases.within(Phase.STEP):
+        with self._phases.within(Phase.STEP), setting(self, _hides_parts=False):
             self.unshard_staying()
             yield
         awaits = self._user_code.is_a_loop and self._awaits_backward
@@ -470,7 +524,8 @@ class Unsharder:
 
         It stays until the step ends, or an optimizer updates it.
         """
-        brings = self._graphs_last and Phase.UPDATE not in self._phases.open
+        in_update = Phase.UPDATE in self._phases.open
+        brings = self._graphs_last and not (in_update or self._hides_parts)
         if brings:
             unit.widen(for_good=True)
             unit.ensure_full()
@@ -529,7 +584,10 @@ class Unsharder:
             self._see_assigned()
         for unit in full:
             unit.reshard(edited=unit.stays or self.since is Since.START)
-        yield
+        kept = {unit for unit in self._units if unit.kept}
+        with setting(self, _hides_parts=self._of_parts and not held, _brought_by=[]):
+            yield
+        full += [one for one in self._units if one.kept and one not in {*kept, *full}]
         for unit in full:
             in_step = Phase.STEP in self._phases.open
             if unit.kept or unit.passages.are_open or (unit.stays and in_step):
@@ -617,6 +675,9 @@ class Unsharder:
             self._awaited.pop(passage, None)
             if outputs or unit.is_trained:
                 self._awaited[passage] = unit
+        if self._hides_parts and not self._depth:
+            unit.reshard(edited=True)
+            return
         in_step = Phase.STEP in self._phases.open
         stays = unit.kept or self.since is Since.HELD or (unit.stays and in_step)
         if unit.note_forward(module) and not stays:
@@ -631,6 +692,7 @@ class Unsharder:
         if passage in self._awaited and not is_apart:
             self.catch_up(passage)
         unit.ensure_full()
+        self._hide_after_backward()
         if is_apart or passage in unit.passages.open_backwards:
             return
         unit.passages.open_backwards.add(passage)
@@ -673,8 +735,12 @@ class Unsharder:
         if self._depth == 1 and not in_backward():
             self.unshard_staying()
 
-    def _leave_holder(self) -> None:
+    def _leave_holder(self, output: Any) -> None:
         self._depth -= 1
+        if self._hides_parts and self._depth == 0 and not in_backward():
+            used = [unit for unit in self._units if not unit.is_resharded]
+            self._hide_until_backward(used, output)
+            return
         in_use = self._shows_full() or in_backward() or torch.is_grad_enabled()
         if self._depth == 0 and not in_use:
             self.reshard_all()
