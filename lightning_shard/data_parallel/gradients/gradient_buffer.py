@@ -62,7 +62,7 @@ class GradientStates:
         self.is_used = bytearray(num_params)
         self.is_valid = bytearray(num_params)
         self.was_trained = bytearray(num_params)
-        self._all = bytes([_YES]) * num_params
+        self._all, self._none = bytes([_YES]) * num_params, bytes(num_params)
 
     def __len__(self) -> int:
         """Return the number of gradients."""
@@ -128,7 +128,7 @@ class GradientStates:
 
     def all_leave(self) -> None:
         """Note that the full buffer was sent."""
-        self.is_local[:] = bytes(len(self))
+        self.is_local[:] = self._none
 
     def all_come(self) -> None:
         """Note that averages lie in the shard."""
@@ -141,7 +141,7 @@ class GradientStates:
     def validate(self, flags: Sequence[int]) -> None:
         """Note which parameters some rank has used, beside those that are known to be."""
         self.is_valid[:] = bytes(map(or_, self.is_valid, flags))
-        self.was_trained[:] = bytes(len(self))
+        self.was_trained[:] = self._none
 
     def note_trained(self, flags: Iterable[bool]) -> None:
         """Note which parameters the ranks could use in a micro-batch that is only added up."""

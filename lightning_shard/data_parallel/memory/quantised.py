@@ -69,7 +69,7 @@ def take_over(model: nn.Module) -> None:
         if vars(module).get(_PACKS_ANEW):
             setattr(module, _PACKS_ANEW, False)
             vars(module)[_PACKED] = True
-        weight: Any = module._parameters.get("weight")
+        weight = _weight(module)
         if hasattr(weight, _SCALES) and hasattr(module, "init_8bit_state"):
             if weight.CB is not None:
                 module.init_8bit_state()
@@ -89,13 +89,18 @@ def pop_scales(model: nn.Module, state: dict[str, Any]) -> dict[nn.Module, Any]:
     """Take the scales of packed weights out of a state: their layers save them, and load none."""
     found: dict[nn.Module, Any] = {}
     for name, module in model.named_modules():
-        own = getattr(module._parameters.get("weight"), _STATE, None)
+        own = getattr(_weight(module), _STATE, None)
         if own is not None and hasattr(type(own), "from_dict"):
             prefix = f"{name}.weight." if name else "weight."
             parts = {key: state.pop(key).clone() for key in [*state] if key.startswith(prefix)}
             if parts:
                 found[module] = type(own).from_dict(parts, own.absmax.device)
     return found
+
+
+def _weight(module: nn.Module) -> Any:
+    """Return a layer's weight, or None; dictionaries of scripted modules have no `get`."""
+    return dict(module._parameters.items()).get("weight")
 
 
 def set_scales(found: Mapping[nn.Module, Any]) -> None:
@@ -108,7 +113,7 @@ def set_scales(found: Mapping[nn.Module, Any]) -> None:
 
 def scales_of(model: nn.Module) -> dict[nn.Module, Any]:
     """Return the scales that packed weights have now, by their layers."""
-    weights = {one: one._parameters.get("weight") for one in model.modules()}
+    weights = {one: _weight(one) for one in model.modules()}
     return {one: getattr(w, _STATE) for one, w in weights.items() if hasattr(w, _STATE)}
 
 

@@ -17,7 +17,8 @@ from lightning_shard.errors import ConfigError, ShardError
 
 _HOOKS = sorted(
     {name for name in (*dir(pl.LightningModule), *dir(Callback)) if name.startswith("on_")}
-    | {"configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad"}
+    | {"configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"}
+    | {"transfer_batch_to_device", "train_dataloader", "val_dataloader"}
 )
 
 _ended: WeakKeyDictionary[Callable[..., Any], Any] = WeakKeyDictionary()  # what each had wrapped

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from threading import get_ident
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L  # noqa: N812
 import pytest
@@ -182,6 +182,46 @@ class Calls(Hooked):
 @pytest.mark.parametrize("strategy", [tensor, both])
 def test_split_layers_that_hooks_call_compute_with_their_parts(strategy: Any) -> None:
     assert_equal(fit(Calls, strategy()), alone(Calls))
+
+
+class SeesWherever(Hooked):
+    """Reads norms where the Trainer asks for a schedule's step, a batch's place and loaders."""
+
+    options: ClassVar[dict[str, Any]] = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
+
+    def look(self) -> None:
+        if self.trainer.global_step:  # weights are in parts by then
+            self.see(sum(float(one.detach().norm()) for one in self.parameters()))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.look()
+        scheduler.step()
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        self.look()
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def train_dataloader(self) -> Any:
+        self.look()
+        return super().train_dataloader()
+
+
+@pytest.mark.few_cases(2)
+@pytest.mark.parametrize(
+    "strategy",
+    [tensor, pipeline, both, partial(ZeRO3Strategy, backend="in_process", num_ranks=2)],
+)
+def test_weights_are_full_wherever_the_trainer_asks_a_module(strategy: Any) -> None:
+    """They were a rank's elements in a schedule's step, a batch's transfer and for loaders."""
+    assert_equal(fit(SeesWherever, strategy()), alone(SeesWherever))
 
 
 def test_split_layers_that_hooks_call_gather_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
