@@ -225,7 +225,7 @@ def share_out(
     )
 
 
-# A model that is split several times, such as stages of which each has parts of its layers.
+# A model may be split several times: its stages then have parts of their layers each.
 #
 # whole ──tensor parallel──> this rank's part of every layer ──pipeline──> of its stages' layers
 

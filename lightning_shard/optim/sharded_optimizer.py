@@ -577,7 +577,7 @@ class LaidOutAnew:
         with engine.user_code.running():
             for param, grad in self._grads.items():
                 is_wider = grad.dtype != param.dtype  # of a parameter that shows a narrow copy
-                param.grad = engine.shards.stand_in_for(param, grad) if is_wider else grad
+                param.grad = engine.shards.averaged_gradient_for(param, grad) if is_wider else grad
         return renewed
 
 

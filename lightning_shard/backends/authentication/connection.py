@@ -19,6 +19,7 @@ Source: mutual challenge-response with HMAC-SHA-256, RFC 2104; ISO/IEC 9798-4, m
 import contextlib
 import hmac
 import json
+import logging
 import secrets
 import select
 import socket
@@ -33,6 +34,8 @@ from typing_extensions import override
 
 from lightning_shard.backends.authentication.loop import Loop, LoopPart
 from lightning_shard.backends.authentication.token import JobAddress
+
+_log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 
@@ -359,6 +362,7 @@ class Served(LoopPart):
             try:
                 is_fit = self._take(connection, message)
             except (KeyError, TypeError, ValueError):  # no rank says so
+                _log.warning("A connection is closed, whose message does not fit", exc_info=True)
                 is_fit = False
             if not is_fit:
                 connection.is_open = False

@@ -160,7 +160,7 @@ class GradientShards:
         """Return the tensor for the `.grad` of a parameter that only other ranks have."""
         return AveragedGradient(param, self._sources[param].note)
 
-    def stand_in_for(self, param: nn.Parameter, full: Tensor) -> AveragedGradient:
+    def averaged_gradient_for(self, param: nn.Parameter, full: Tensor) -> AveragedGradient:
         """Return the tensor for the `.grad` of a parameter that is to have this full gradient."""
         source = self._sources[param]
         own, bounds = source.spread.own(full), source.spread.bounds

@@ -328,7 +328,7 @@ class WeightsInHooks(ModeInHooks):
         if not isinstance(grad, Tensor) or grad.shape != self._shape(param):
             return grad
         if param in self._of_model:
-            return self._engine.shards.stand_in_for(param, grad)
+            return self._engine.shards.averaged_gradient_for(param, grad)
         return self._engine.split.local(param, grad)
 
     def _shape(self, param: nn.Parameter) -> torch.Size:

@@ -27,6 +27,7 @@ from tests.strategies.test_same_bits import (
     CLIP,
     MICRO_BATCHES,
     NUM_STEPS,
+    Centred,
     Drawn,
     Images,
     checksum,
@@ -52,18 +53,8 @@ class Staged(Images):
         return nn.Sequential(layer, nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2))
 
 
-class CentredStaged(Staged):
+class CentredStaged(Centred, Staged):
     """Takes a running mean of its own off its images."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(()))
-
-    def loss(self, batch: Any) -> Tensor:
-        images, labels = batch
-        if self.training:
-            self.mean.mul_(0.9).add_(images.mean(), alpha=0.1)
-        return super().loss((images - self.mean.clone(), labels))
 
 
 class DrawnStaged(Staged):
