@@ -3,10 +3,10 @@
     ranks of the first     | A     A |     B | B     C |
     ranks of the second    |   A A   |   B   |   B C   |   ...      one turn at a time
 
-Each checkout's package is trained by ranks of its own, with the benchmark of this one. The parent
-lets one pair of ranks take a turn while the other sleeps, so that noise hits both alike. torch DDP
-and training without communication are the same in both: what differs there is noise, and more than
-that, and a limit beside it, is a regression.
+Each checkout's package is trained by ranks of its own, with the benchmark that stands beside it, or
+this one's where none does. The parent lets one pair of ranks take a turn while the other sleeps, so
+that noise hits both alike. torch DDP and training without communication are the same in both: what
+differs there is noise, and more than that, and a limit beside it, is a regression.
 """
 
 import json
@@ -75,11 +75,11 @@ def _cpu(record: Record) -> float:
 
 @contextmanager
 def checkout(ref: str) -> Iterator[Path]:
-    """Have the package of a commit in a folder inside, or that of a folder which has it."""
+    """Have package and tests of a commit in a folder inside, or a folder which has the package."""
     if Path(ref, "lightning_shard").is_dir():
         yield Path(ref).resolve()
         return
-    archive = ["git", "-C", str(REPOSITORY), "archive", ref, "lightning_shard"]
+    archive = ["git", "-C", str(REPOSITORY), "archive", ref, "lightning_shard", "tests"]
     packed = subprocess.run(archive, stdout=subprocess.PIPE, check=True).stdout
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(fileobj=BytesIO(packed)) as archived:
@@ -116,9 +116,10 @@ def time_checkouts(
 def _trained_by(
     folder: Path, source: Path, arguments: Sequence[str]
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run ranks with a checkout's package and this one's benchmark; end them with the block."""
+    """Run ranks with a checkout's package and benchmark; end them with the block."""
     (folder / "lightning_shard").symlink_to(source / "lightning_shard")
-    (folder / "tests").symlink_to(REPOSITORY / "tests")
+    its_own = source / "tests"
+    (folder / "tests").symlink_to(its_own if its_own.is_dir() else REPOSITORY / "tests")
     command = [sys.executable, "-P", "-m", "tests.benchmarks.turns", *arguments]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     process = subprocess.Popen(command, cwd=folder, env=environment)

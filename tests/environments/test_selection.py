@@ -111,6 +111,7 @@ def test_under_mpi_it_asks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.is_under_mpi()
 
 
+@pytest.mark.slow
 def test_environments_may_be_imported_before_lightning() -> None:
     """The import of Lightning asked for a function of theirs, which was not there yet."""
     subprocess.run([sys.executable, "-c", "import lightning_shard.environments.ray"], check=True)

@@ -73,7 +73,7 @@ def parts_of(nested: Any) -> list[Tensor]:
     return [torch.as_tensor(nested)] if isinstance(nested, (int, float, Tensor)) else []
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ON_RANKS)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_blocks_train_as_on_one_device(kind: str, scheme: str) -> None:
@@ -124,7 +124,7 @@ def test_ranks_share_out_the_blocks_of_one_matrix(kind: str, scheme: str) -> Non
 PAIRS = [("zero2", "one rank"), (ONE_DEVICE, "zero3"), ("zero3", "zero1"), ("pipeline", "zero2")]
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("layout", ["full", "sharded"])
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 @pytest.mark.parametrize("kind", OPTIMIZERS)

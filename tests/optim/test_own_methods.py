@@ -79,6 +79,7 @@ def test_a_validation_with_averaged_weights_gets_state_of_their_shape(scheme: st
     torch.testing.assert_close(weights, expected_weights, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ALONE)
 def test_ranks_that_are_alone_validate_with_averages_and_go_on_from_their_own(scheme: str) -> None:
     """Local SGD took each rank's state to the weights of all, and refused what came out."""
@@ -213,6 +214,7 @@ def test_a_count_is_in_a_folder_and_comes_back(tmp_path: Any) -> None:
     assert dict[Any, Any](trainer.optimizers[0].state)["k"] == 10
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["zero1", "zero2"])
 def test_a_step_that_moves_weights_before_its_closure(scheme: str) -> None:
     """It made its state of full weights, and then met shards."""

@@ -124,14 +124,10 @@ class Units(L.Callback):
         self.found.append(len(trainer.strategy.engine.units))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
-    [
-        "ZeRO2Strategy",
-        pytest.param("DDPStrategy", marks=pytest.mark.slow),
-        pytest.param("ZeRO1Strategy", marks=pytest.mark.slow),
-        pytest.param("ZeRO3Strategy", marks=pytest.mark.slow),
-    ],
+    ["ZeRO2Strategy", "DDPStrategy", "ZeRO1Strategy", "ZeRO3Strategy"],
 )
 def test_it_changes_neither_weights_nor_losses(make: str) -> None:
     ranks = run_processes(run_on_processes, 2, make=make, sizes=[25, "auto"], backend="gloo")

@@ -436,7 +436,7 @@ def train(fabric: Fabric, kind: str, found: list[Any], *, clips: bool = False) -
         found += [losses, state, moments]
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", CHANGES)
 def test_between_steps_of_a_loop_parameters_are_exchanged(kind: str, stage: str) -> None:
@@ -512,7 +512,7 @@ def resumed(path: Path, strategy: Any = "auto", **options: Any) -> dict[str, Ten
     return dict(model.state_dict())
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("form", ["full", "sharded"])
 @pytest.mark.parametrize("stage", ["shard_ddp", "zero2", "zero3"])

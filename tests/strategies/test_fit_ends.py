@@ -55,14 +55,9 @@ def test_a_fit_that_leaves_shards_saves_and_goes_on_as_one_that_gathers(
         assert found[rank]["grown"] == 0
 
 
-@pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        pytest.param(scheme, marks=() if scheme == "zero2" else pytest.mark.slow)
-        for scheme in FULL_SCHEMES
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("scheme", FULL_SCHEMES)
 def test_the_end_of_a_fit_up_to_stage_2_gathers_no_optimizer_state(
     scheme: str, kind: str, tmp_path: Path
 ) -> None:

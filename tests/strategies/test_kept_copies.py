@@ -138,7 +138,7 @@ class Averaged(Decoder):
         )
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["shard_ddp", "zero2", "zero3", "tensor", "context"])
 def test_an_averaged_model_of_a_split_layer_is_one_devices(scheme: str) -> None:
     """An averaged model of a split layer was a key error."""

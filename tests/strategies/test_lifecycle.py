@@ -297,7 +297,7 @@ class CopiesCallbacks(pl.Callback):
 
 @pytest.mark.filterwarnings("ignore:1 microbatches are fewer")
 @pytest.mark.filterwarnings("ignore:A step uses 2 parameters outside of their stage")
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "elastic", "pipeline_parallel"])
 def test_callbacks_beside_a_progress_bar_are_copied_in_a_hook(strategy: str) -> None:
     """The bar holds its trainer, and that a strategy with contexts, groups and threads of ranks."""

@@ -123,6 +123,8 @@ GRADIENTS: dict[str, Callable[[Any], Any]] = {
     "masked": lambda param: param.grad.masked_fill_(param > 0.2, 0.0),
 }
 SCHEMES = ["shard_ddp", "zero2", "zero3", "tensor", "tensor_zero3", "context"]
+ON_MANY_RANKS = [pytest.param(one, marks=pytest.mark.slow) for one in OF_STAGES]
+OF_PARTS = ["zero3", "tensor", pytest.param("tensor_zero3", marks=pytest.mark.slow)]
 
 
 class ByHand(Decoder):
@@ -189,7 +191,7 @@ class Sharpness(ByHand):
 
 
 @pytest.mark.few_cases(1)
-@pytest.mark.parametrize("scheme", ["zero3", "tensor", "tensor_zero3"])
+@pytest.mark.parametrize("scheme", OF_PARTS)
 def test_a_step_finds_what_it_keeps_by_parameter_after_a_backward(scheme: str) -> None:
     """A backward by hand made other tensors of tensor parallel's weights, as did `no_grad`."""
     assert_as_alone(Sharpness, scheme)
@@ -255,7 +257,7 @@ class Kept(Decoder):
 
 
 @pytest.mark.few_cases(1)
-@pytest.mark.parametrize("scheme", [*SCHEMES, *OF_STAGES])
+@pytest.mark.parametrize("scheme", [*SCHEMES, *ON_MANY_RANKS])
 @pytest.mark.parametrize("where", ["__init__", "setup", "configure_optimizers", "on_train_start"])
 def test_a_step_finds_what_hooks_keep_on_weights(where: str, scheme: str) -> None:
     """Weights of split layers and of other stages had none of it in steps."""
@@ -363,7 +365,7 @@ class PutBack(ByHand):
 
 
 @pytest.mark.few_cases(1)
-@pytest.mark.parametrize("scheme", ["zero3", "tensor", "tensor_zero3"])
+@pytest.mark.parametrize("scheme", OF_PARTS)
 def test_a_step_assigns_what_it_kept_on_weights(scheme: str) -> None:
     """Stage 3 of ZeRO raised torch's own error for weights of layers that are not split."""
     assert_as_alone(PutBack, scheme)
@@ -389,7 +391,7 @@ class Differentiated(ByHand):
 
 
 @pytest.mark.few_cases(1)
-@pytest.mark.parametrize("scheme", ["zero3", "tensor", "tensor_zero3"])
+@pytest.mark.parametrize("scheme", OF_PARTS)
 @pytest.mark.parametrize("from_optimizer", [True, False])
 def test_a_step_sets_gradients_of_weights_that_it_keeps(from_optimizer: bool, scheme: str) -> None:
     """One weight among them that is not cut made the gradients of all those of parts.
@@ -552,7 +554,7 @@ class Copied(Decoder):
 
 
 @pytest.mark.few_cases(1)
-@pytest.mark.parametrize("scheme", ["zero3", "tensor", "tensor_zero3"])
+@pytest.mark.parametrize("scheme", OF_PARTS)
 def test_a_step_copies_weights(scheme: str) -> None:
     """Torch's own error said that a weight of tensor parallel was no leaf."""
     assert_as_alone(Copied, scheme)

@@ -225,7 +225,7 @@ def test_a_wrong_token_or_address_is_an_error() -> None:
         for member in members:
             member.leave()
     with pytest.raises(RankFailedError, match="LIGHTNING_SHARD_JOB"):
-        ServedMembership(server.job, None, TIMEOUT)
+        ServedMembership(server.job, None, timedelta(seconds=0.5))
 
 
 def test_a_server_that_is_lost_ends_the_wait_for_the_next_generation(

@@ -150,6 +150,7 @@ def test_what_hooks_log_and_keep_is_of_all_ranks(since: str, scheme: str) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("since", ["never", "on_fit_start"])
 def test_a_profilers_hooks_look_at_no_values(since: str, tmp_path: Path) -> None:
     """In process rank 0 alone has them: it made features full, and waited for the others."""

@@ -76,8 +76,9 @@ def hybrid(pp: int, tp: int, dp: int, stage: int, schedule: str = "1f1b") -> Sch
 
 
 SINGLE = Scheme()
-QUICK = {"zero3": Scheme(num_ranks=3, make=ZeRO3Strategy), "2x2x1 stage 1": hybrid(2, 2, 1, 1)}
+QUICK = {"zero3": Scheme(num_ranks=3, make=ZeRO3Strategy)}
 SCHEMES = QUICK | {
+    "2x2x1 stage 1": hybrid(2, 2, 1, 1),
     "zero1": Scheme(num_ranks=2, make=ZeRO1Strategy),
     "zero2": Scheme(num_ranks=3, make=ZeRO2Strategy),
     "tensor": hybrid(1, 2, 1, 0),
