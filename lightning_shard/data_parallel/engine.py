@@ -407,6 +407,8 @@ class DataParallelEngine:
         if self._unsharder is not None:
             self._unsharder.unshard_staying()
         with self.options.seeing_shards(), ExitStack() as inside:
+            if self._unsharder is not None:
+                inside.enter_context(self._unsharder.near())
             for make in self.options.around_backward:
                 inside.enter_context(make())
             inside.enter_context(self.reducer.backward(is_used))

@@ -24,6 +24,7 @@ STAGES = (0, 1, 2, 3)
 ZeroStage: TypeAlias = Annotated[int, Limit("from 0 to 3", STAGES.__contains__)]
 Offload = Literal["optimizer", "parameters"]
 ActivationCheckpointing = Literal["full", "selective"] | ClassNames
+AtLeastTwo: TypeAlias = Annotated[int, Limit("of at least 2", lambda number: number >= 2)]
 Inside = Callable[[], AbstractContextManager[None]]
 
 
@@ -102,10 +103,14 @@ class ShardOptions(WireOptions):
             (stage 3).
         prefetch: Units that stage 3 gathers ahead of the one that runs; by default 1. With 0
             memory is least, and nothing computes while parameters travel.
+        reshard_after_forward: Ranks over which stage 3 shards parameters from forward to backward,
+            so many neighbours, such as those of a node: each keeps its part of what forward has
+            gathered, and backward gathers from these. None gathers from all ranks again.
     """
 
     offload: Offload | None = None
     prefetch: AtLeastZero | None = None
+    reshard_after_forward: AtLeastTwo | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +211,23 @@ class EngineOptions(SumOptions, ShardOptions, UnitOptions):
                 f"prefetch={self.prefetch} says how many units are unsharded ahead, got ZeRO stage "
                 f"{self.stage}, whose parameters are never sharded. Leave it out, or use "
                 f"strategy='zero3'."
+            )
+
+        if self.reshard_after_forward is not None:
+            self._check_reshard_after_forward()
+
+    def _check_reshard_after_forward(self) -> None:
+        given = f"reshard_after_forward={self.reshard_after_forward}"
+        if self.stage < 3:
+            raise ConfigError(
+                f"{given} is a number of ranks that share parameters between forward and backward, "
+                f"got ZeRO stage {self.stage}, whose ranks have all of them. Leave it out, or use "
+                f"strategy='zero3'."
+            )
+        if self.offload == "parameters":
+            raise ConfigError(
+                f"{given} keeps parameters on the device between forward and backward, got "
+                f"offload='parameters', which keeps none there. Leave one of them out."
             )
 
     def offload_of(self, *, is_fitting: bool) -> Offload | None:

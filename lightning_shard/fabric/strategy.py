@@ -52,6 +52,7 @@ from lightning_shard.optim.clipping import clip_grad_norm, clip_grad_value
 from lightning_shard.optim.host_step import warn_of_cpu_ranks
 from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.precision.scaler import ShardedGradScaler, device_scale
+from lightning_shard.strategies.hybrid_sharding import with_secondary
 from lightning_shard.strategies.joining import LocalRanks, OnLocalRanks, check_num_nodes
 from lightning_shard.strategies.micro_batches import only_deterministic
 from lightning_shard.strategies.names import check_interactive
@@ -102,6 +103,7 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
     bucket_choice: BucketChoice | None = None
     in_order: StepsInOrder | None = None
     _collectives: Collectives | None = None
+    _secondary: Collectives | None = None
 
     @takes(FabricOptions)
     def __init__(self, options: FabricOptions) -> None:
@@ -118,7 +120,7 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process or rank."""
         own: dict[str, Any] = {"_collectives": None, "held": [], "_in_launch": ExitStack()}
-        own["in_order"] = None
+        own["in_order"] = own["_secondary"] = None
         return {**vars(self), **own}
 
     @override
@@ -130,6 +132,8 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
         self._collectives = self.backend.of_all_ranks(self.local_ranks.timeout)
         check_same_settings(self, self._collectives)
         common_seed(self._collectives)
+        ranks, size = DataGroups.of(self._collectives), self._options.reshard_after_forward
+        self._secondary = with_secondary(ranks, size, self).secondary
         self._in_launch.enter_context(asking(self._differentiation))
         self._in_launch.enter_context(shared_loggers())
         share_scaler(self.precision, self._all_views, [self.collectives], self.root_device)
@@ -158,7 +162,7 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
         for one in held:
             one.release(restore=restore)
         self._in_launch.close()
-        self._collectives = self.in_order = None
+        self._collectives = self._secondary = self.in_order = None
 
     # --- which rank this is -----------------------------------------------------------------------
 
@@ -327,7 +331,7 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
         self, module: nn.Module, owned: Collection[nn.Parameter]
     ) -> DataParallelEngine:
         dtypes = dtype_policy(str(self.precision.precision), self._reduce_dtype)
-        groups = DataGroups.of(self.collectives)
+        groups = replace(DataGroups.of(self.collectives), secondary=self._secondary)
         loss_scale = partial(device_scale, self.precision)
         options = replace(
             self._options,

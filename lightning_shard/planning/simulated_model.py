@@ -148,6 +148,10 @@ class SimulatedCollectives(Collectives):
         """Return this group, in which no operation is ever in flight."""
         return self
 
+    def beside(self, ranks: Sequence[int], timeout: timedelta | None = None) -> Self:
+        """Return a group of as many ranks, the first of which is this one."""
+        return type(self)(0, len(ranks))
+
     def barrier(self) -> None:
         """Return at once."""
 

@@ -51,6 +51,7 @@ from lightning_shard.pipeline_parallel.simulation import replay
 from lightning_shard.pipeline_parallel.skipped_blocks import uncompiled
 from lightning_shard.pipeline_parallel.stage_run import StageRun
 from lightning_shard.pipeline_parallel.step_edits import StepBuffers
+from lightning_shard.planning.description import WorldOptions
 from lightning_shard.planning.report import ActivationBytes, Kept, RankMemory, at_once, peak
 from lightning_shard.planning.simulated_model import (
     NoElements,
@@ -90,7 +91,7 @@ class SimulatedRank:
         here = set(self._here)
         elsewhere = {p: t.shape for p, t in model.parts.items() if p not in here}
         split = _SimulatedSplit(here, elsewhere, model.splits)
-        data = _data_groups(self.options.num_averaging, self.options.shard_size)
+        data = _data_groups(self.options)
         self._groups: dict[Axis, Sequence[Collectives]] = {
             **dict.fromkeys(ALL_AXES, ()),
             **{axis: [group] for axis, group in model.groups.items()},
@@ -190,6 +191,12 @@ class SimulatedRank:
             self._gathered = max(self._gathered, storage_bytes(f.full for f in self.engine.flats))
 
     @property
+    def _kept_after_forward(self) -> int:
+        """Bytes of second copies, all of which are there when a backward begins."""
+        flats = [flat for one in self.engine.units if not one.stays for flat in one.flats]
+        return sum(one.secondary.num_bytes(one.full) for one in flats if one.secondary is not None)
+
+    @property
     def num_blocks(self) -> int:
         """Number of blocks of the stages on this rank; 0 without a pipeline."""
         if self.options.cut is None:
@@ -211,6 +218,7 @@ class SimulatedRank:
         engine.publish(self._trained)
         is_sharded, in_pipeline = self.options.engine.stage == 3, self.options.cut is not None
         gathered = max(self._gathered, largest_units(engine)) if is_sharded else 0
+        gathered += self._kept_after_forward
         in_flight = sum(self.gradient(one).nbytes for one in self._trained) if in_pipeline else 0
         found = RankMemory(
             parameters=counted.parameters,
@@ -281,10 +289,11 @@ class _SimulatedSplit(Unsplit):
         return param in self._here
 
 
-def _data_groups(size: int, shard_size: int) -> DataGroups:
+def _data_groups(options: WorldOptions) -> DataGroups:
+    size, shard_size = options.num_averaging, options.shard_size
     dp = SimulatedCollectives(0, size)
     if shard_size == size:
-        return DataGroups.of(dp)
+        return DataGroups.of(dp).with_secondary(options.engine.reshard_after_forward)
     shard = SimulatedCollectives(0, shard_size)
     replicate = SimulatedCollectives(0, size // shard_size)
     return DataGroups(dp=dp, shard=shard, replicate=replicate)

@@ -31,6 +31,7 @@ from lightning_shard.strategies.hybrid_sharding import (
     shard_ranks,
     shard_size,
     warning_of_unshards,
+    with_secondary,
 )
 from lightning_shard.strategies.parts import RunPart
 from lightning_shard.strategies.trainer.same_on_ranks import check_same_settings, common_seed
@@ -91,6 +92,7 @@ class MeshGroups(RunPart):
     Attributes:
         everybody: All ranks; None where this rank asks nobody.
         reducing: Second groups of those that average gradients, for gradients.
+        secondary: Those that have a second copy of parameters; None without dimensions or option.
         seed: Rank 0's, where others have another.
     """
 
@@ -99,6 +101,7 @@ class MeshGroups(RunPart):
         self.everybody: Collectives | None = None
         self.reducing: DataGroups | None = None
         self.made: RunGroups | None = None
+        self.secondary: Collectives | None = None
         self.seed: int | None = None
         self._made_beside: dist.ProcessGroup | None = None  # the default group
 
@@ -197,13 +200,14 @@ class MeshGroups(RunPart):
     @property
     def gradients(self) -> DataGroups:
         """The ranks that average gradients, and how they share out the state."""
-        return (
-            self.of_models.gradients if self.strategy.dimensions else DataGroups.of(self.all_ranks)
-        )
+        if self.strategy.dimensions:
+            return self.of_models.gradients
+        return replace(DataGroups.of(self.all_ranks), secondary=self.secondary)
 
     def sent_bytes(self) -> int:
         """Return all bytes that this rank has sent so far over the groups that steps use."""
-        groups = [self.everybody, *([] if self.reducing is None else self.reducing.all)]
+        reducing = [] if self.reducing is None else self.reducing.all
+        groups = [self.everybody, self.secondary, *reducing]
         return total_bytes(group.traffic for group in groups if group is not None)
 
     def use(self) -> None:
@@ -228,6 +232,9 @@ class MeshGroups(RunPart):
         """Make the groups beside the default one, once for each default group."""
         if self.strategy.dimensions:
             self._make_of_models(make_group or self._group)
+        else:
+            size, ranks = self.run.options.reshard_after_forward, DataGroups.of(self.all_ranks)
+            self.secondary = with_secondary(ranks, size, self.strategy).secondary
         self.reducing = self.gradients.duplicate(self.strategy.local_ranks.timeout)
         self.run.hooks.make_groups()
 
@@ -277,7 +284,8 @@ class MeshGroups(RunPart):
 
     def forget(self) -> None:
         """Refer to no group any more; Gloo aborts when somebody does as one is destroyed."""
-        self.everybody = self.reducing = self.made = self._made_beside = None
+        self.everybody = self.reducing = self.made = self.secondary = None
+        self._made_beside = None
         self.run.hooks.forget_groups()
 
     def asking_nobody(self) -> AbstractContextManager[None]:

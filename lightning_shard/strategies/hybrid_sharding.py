@@ -6,10 +6,13 @@ The shard axis is the faster one, so that the ranks of a copy are neighbours and
 """
 
 from collections.abc import Sequence
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.core.options import Limit
+from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.errors import ConfigError
 
 _NUM_PROPOSALS = 3
@@ -73,3 +76,21 @@ def warning_of_unshards(mesh: ParallelMesh, size: int, ranks_per_node: int) -> s
         f"wait for the network between them; data_parallel_size=({mesh.dp // inside}, {inside}) "
         f"keeps them inside a node."
     )
+
+
+def with_secondary(groups: DataGroups, size: int | None, strategy: Any) -> DataGroups:
+    """Add the group of `size` ranks that have a second copy of parameters; each rank must call.
+
+    `strategy` is the Trainer's or Fabric's.
+    """
+    made = groups.with_secondary(size, strategy.local_ranks.timeout)
+    if made.secondary is not None and strategy.num_nodes > 1:
+        nodes, step = groups.dp.all_gather_object(strategy.node_rank), made.secondary.size
+        parts = [nodes[first : first + step] for first in range(0, len(nodes), step)]
+        if crossing := sum(len(set(part)) > 1 for part in parts):
+            rank_zero_warn(
+                f"{crossing} of {len(parts)} groups of reshard_after_forward={size} ranks cross "
+                f"nodes, so that gathers of backward wait for the network between them; expected "
+                f"a divisor of a node's ranks, which follow each other."
+            )
+    return made

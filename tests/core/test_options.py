@@ -65,6 +65,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "activation_checkpointing": [[], "none"],
     "compression": ["gzip"],
     "prefetch": BELOW_ZERO,
+    "reshard_after_forward": [1, *BELOW_ONE],
     "plan": [{}],
     "tensor_parallel_size": BELOW_ONE,
     "pipeline_parallel_size": BELOW_ONE,

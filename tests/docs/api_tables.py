@@ -35,6 +35,7 @@ SOME_STAGES: dict[str, Sequence[Any]] = {
     "compression": ["fp16"],
     "offload": ["optimizer", "parameters"],
     "prefetch": [1],
+    "reshard_after_forward": [2],
     "quantized_gathers": ["int8"],
     "gather_dtype": ["float8"],
 }

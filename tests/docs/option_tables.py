@@ -41,6 +41,7 @@ SEE = {
     "offload": "[offload](offload.md)",
     "gather_dtype": "[layers in float8](low_precision.md#layers-in-float8)",
     "quantized_gathers": "[the wire](low_precision.md#the-wire)",
+    "reshard_after_forward": "[inside a node](low_precision.md#inside-a-node)",
     "same_bits": "[the same bits](same_bits.md)",
     "plan": "[plans](tensor_parallel.md#options)",
     "schedule": "[schedules](pipeline_parallel.md#options)",

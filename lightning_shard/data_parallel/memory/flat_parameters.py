@@ -61,6 +61,7 @@ from lightning_shard.data_parallel.memory.flat_memory import (
     overwrite,
     shard_views,
 )
+from lightning_shard.data_parallel.memory.secondary_shard import SecondaryShard
 from lightning_shard.data_parallel.offload.copier import HostCopier, HostShard, Uploaded
 from lightning_shard.data_parallel.torch_private import exchange_contents, has_gradient_hooks
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient, GradientNote
@@ -267,6 +268,7 @@ class FlatParameters:
         master_views: View of each parameter's elements in that shard.
         left: This rank's elements of the full memory when it was left to user code that holds it,
             shape (S,); None while it is unsharded or freed.
+        secondary: This rank's part of a second copy in its node; None where there is none.
         on_assigned: Called when a parameter shows a tensor that user code has assigned; must adopt
             the value.
     """
@@ -304,6 +306,7 @@ class FlatParameters:
         align = lcm(align, block_size, 1 if gathers_in is None else gathers_in.align)
         self.layout = _laid_out(shapes, owners, num_shards=num_shards, align=align)
         self._quantized = QuantizedGather.of(gathers_in, self.layout, groups.shard)
+        self.secondary = SecondaryShard.of(self.layout, groups)
         self.full, self.shard, self.host, self.common = first_values(
             self.params,
             self.layout,
@@ -367,6 +370,7 @@ class FlatParameters:
         if self.is_unsharded:
             self.take_in_edits()
         self.left = None
+        self.forget_secondary()
         if self.codec is not None:
             self.codec.forget()
         before, self.full = self.full, torch.empty_like(self.full, dtype=dtype)
@@ -464,7 +468,7 @@ class FlatParameters:
     def see_assigned(self) -> None:
         """Take over values that user code has assigned to parameters, found by a quick check."""
         if self.left is not None:
-            self._take_in_left(self.left)
+            self.take_in_left()
         if not self._shown.stand:
             with torch.no_grad():
                 self.on_assigned()
@@ -614,6 +618,11 @@ class FlatParameters:
         """Start bringing the full parameters together from the shards; each rank must call."""
         if self.reshards:
             self.see_assigned()
+        if self.secondary is not None:
+            if self.secondary.serves:
+                self.left = None
+                return self.secondary.begin(self._allocated())
+            self.secondary.note_gathered(self.shard)
         if self.common is not None:
             self._is_here = True
             return self.common.gather()
@@ -624,6 +633,18 @@ class FlatParameters:
             own = self.own_part(self._allocated())
             return self.host.unshard(own, partial(gather, own))
         return gather(self._sent())
+
+    def keep_secondary(self) -> None:
+        """Keep a part of full parameters that have just come, if there is to be a second copy."""
+        if self.secondary is not None and self.common is None:
+            self.secondary.keep(self.full)
+
+    def forget_secondary(self) -> None:
+        """Give this rank's part of the second copy back."""
+        if self.secondary is not None and self.secondary.is_kept:
+            self.secondary.forget()
+            if self._quantized is not None and not self.is_unsharded:
+                self._quantized.forget()
 
     def _allocated(self) -> Tensor:
         if not self.full.untyped_storage().nbytes():
@@ -692,10 +713,12 @@ class FlatParameters:
             overwrite(self.master_views[index], self._own_part(index, value))
 
     @unrecorded
-    def _take_in_left(self, left: Tensor) -> None:
+    def take_in_left(self) -> None:
         """Carry over to the shard what user code has written to the memory that it holds."""
+        if self.left is None:
+            return
         own = self.own_part(self.full)
-        edited = (own != left).to(self.shard.device)
+        edited = (own != self.left).to(self.shard.device)
         self.shard.copy_(torch.where(edited, own.to(self.shard), self.shard))
         self.left = own.clone()
 
@@ -719,7 +742,8 @@ class FlatParameters:
                 self.left = self._rounded(self.shard).clone()
             return
         self.left = None
-        if self._quantized is not None:
+        is_kept = self.secondary is not None and self.secondary.is_kept  # as it was rounded
+        if self._quantized is not None and not is_kept:
             self._quantized.forget()
         if not self.full.untyped_storage().resizable():  # user code has had an array of numpy's
             self.full = torch.empty_like(self.full)

@@ -160,6 +160,7 @@ class Unit:
         stays: Whether the parameters stay for a whole step: those of the root unit, and all where
             they exist once per host, so that giving them back would free nothing.
         digits: Which digits the full parameters have.
+        has_secondary: Whether there is to be a second copy of the parameters in each node.
         kept: Whether the unit stays unsharded until the step ends, or an optimizer updates it,
             since a backward that its hooks do not see may need it.
         was_met: Whether user code may have changed the unit since it was unsharded.
@@ -174,6 +175,7 @@ class Unit:
         self.passages = Passages()
         self.kept = self.was_met = False
         self.stays = self.is_root
+        self.has_secondary = any(flat.secondary is not None for flat in self.flats)
         self._forwarded: set[nn.Module] = set()
         self._pending: list[Pending | QuantizedArrival | Uploaded] = []
         self.state = UnitState.FULL
@@ -297,9 +299,21 @@ class Unit:
                 if self.state not in HERE:
                     mark_leftover(param)
 
+    def keep_secondary(self) -> None:
+        """Let each node keep a second copy of parameters that have just come, for a backward."""
+        for flat in self.flats:
+            flat.keep_secondary()
+
+    def forget_secondary(self) -> None:
+        """Give the second copy back."""
+        for flat in self.flats:
+            flat.forget_secondary()
+
     def forget_calls(self, *, but_kept: bool = False) -> None:
         """Forget open calls and what they keep, since none of their backwards comes any more."""
         self.passages.forget()
+        if self.has_secondary:
+            self.forget_secondary()
         self.kept = self.kept and but_kept
         self.was_met |= self.kept
 

@@ -31,6 +31,7 @@ from lightning_shard.data_parallel.compression.float8_gather import Float8Scales
 from lightning_shard.data_parallel.gradients.usage import UnshardRecord
 from lightning_shard.data_parallel.graph_borders import LeftGraphs, on_entry, outputs_with_gradient
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.memory.secondary_shard import agree_on_serving
 from lightning_shard.data_parallel.phases import Phase, Phases
 from lightning_shard.data_parallel.torch_private import (
     GENERATES,
@@ -551,6 +552,22 @@ class Unsharder:
         for unit in self._staying:
             unit.ensure_full()
 
+    @contextmanager
+    def near(self) -> Iterator[None]:
+        """Gather inside from second copies in nodes, if there are any; each rank must call."""
+        pairs = [(flat, flat.secondary) for flat in self._flats if flat.secondary is not None]
+        if pairs:
+            self._take_back()
+            for flat, _ in pairs:
+                flat.take_in_left()
+            ranks = pairs[0][0].groups.shard
+            agree_on_serving([(one, flat.shard) for flat, one in pairs], ranks)
+        try:
+            yield
+        finally:
+            for _, one in pairs:
+                one.serves = False
+
     def end_backward(self, *, is_used: bool = True, held_up: bool = False) -> None:
         """Reshard what backward has finished with; inside a step, what stays for it does not."""
         self._watches_steps |= held_up
@@ -647,10 +664,13 @@ class Unsharder:
     def _before_forward(self, unit: Unit, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if unit.state not in HERE:
             refuse_transforms(OF_SHARDS)
+        comes = unit.state not in HERE
         self._widen(unit)
         unit.ensure_full()
         if in_backward():  # recomputation of a checkpointed block
             return
+        if comes and unit.has_secondary and torch.is_grad_enabled():
+            unit.keep_secondary()
         if Phase.STEP in self._phases.open:
             self._trace.setdefault(unit)
         self._prefetch(self._next, unit)
@@ -675,6 +695,8 @@ class Unsharder:
             self._awaited.pop(passage, None)
             if outputs or unit.is_trained:
                 self._awaited[passage] = unit
+            elif unit.has_secondary and unit not in self._awaited.values():
+                unit.forget_secondary()
         if self._hides_parts and not self._depth:
             unit.reshard(edited=True)
             return
