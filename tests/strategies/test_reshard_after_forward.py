@@ -256,7 +256,7 @@ def test_fabric_trains_to_the_bit(quantized: str | None) -> None:
         assert torch.equal(near[name], value), name
 
 
-def weights_over_gloo(_: int) -> dict[str, Tensor]:
+def weights_over_gloo() -> dict[str, Tensor]:
     ignore_upstream_warnings()
     return fit("twice", backend="gloo", reshard_after_forward=NODE).state_dict()
 
