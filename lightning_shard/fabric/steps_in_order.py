@@ -73,10 +73,10 @@ class StepsInOrder:
 
     def begin_micro_batch(self) -> None:
         """Begin random numbers anew with what comes next: a micro-batch, or the step's update."""
-        of = [UPDATE]
+        of = [UPDATE, self.num_steps]
         if self._index < self._num_own:
-            of = [TRAINING, self._dealing.place(self._index)]
-        begin_random_numbers(*of, self.num_steps, device=self._device)
+            of = [TRAINING, self.num_steps, self._dealing.place(self._index)]
+        begin_random_numbers(*of, device=self._device)
 
     def before_forward(self, engine: DataParallelEngine) -> None:
         """Note with what buffers a step begins."""

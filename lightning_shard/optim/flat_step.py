@@ -14,6 +14,7 @@ itself is updated
 - where some parameters of a buffer have a gradient, and others none;
 - where their entries in the optimizer's state differ in kind, or in the number of steps;
 - where groups alternate in a buffer, so that pieces would be many and short;
+- in 16 bits under `same_bits`, see `_rounds_by_place`;
 - where hooks look at parameters within the step, or one of the options does (`_needs_each`).
 
 Everybody but the stepping optimizer has the parameters' own tensors, which lie in the piece's
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Adam, AdamW, Optimizer
 
+from lightning_shard.backends.rank_order import is_narrow
 from lightning_shard.core.layout import ShardSlice
 from lightning_shard.data_parallel.compression import Exchange
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -242,7 +244,16 @@ def _has_shards_only(engine: DataParallelEngine) -> bool:
     """Whether the optimizer's parameters are shards on the device, cut evenly, and nothing else."""
     is_plain = engine.copier is None and not engine.exchanges and not engine.split.groups
     is_cut = all(one.flat.stage > 0 and not one.flat.is_owned for one in engine.gradients)
-    return is_plain and is_cut and not engine.owners.of_parts
+    return is_plain and is_cut and not engine.owners.of_parts and not _rounds_by_place(engine)
+
+
+def _rounds_by_place(engine: DataParallelEngine) -> bool:
+    """Whether a step's last bits matter, and depend on where an element lies.
+
+    Of 16 bits, what vector instructions leave over at a tensor's end is rounded once more.
+    """
+    formats = {one.flat.master_dtype for one in engine.gradients}
+    return engine.options.same_bits and any(map(is_narrow, formats))
 
 
 def _is_ready(gradients: FlatGradients) -> bool:

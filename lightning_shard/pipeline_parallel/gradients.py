@@ -12,6 +12,7 @@ them. Where ZeRO stage 3 unshards a parameter in another format than that of its
 unshard gives it another node of autograd, so that an earlier graph leads to a node of its own.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -19,11 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from typing_extensions import override
 
 from lightning_shard.core.placeholders import is_placeholder
 from lightning_shard.data_parallel.differentiation import Gradients, Run
-from lightning_shard.data_parallel.gradients.tree_sum import TreeSum
 from lightning_shard.data_parallel.graph_borders import gradient_edge
 from lightning_shard.data_parallel.torch_private import gradient_hooks, is_wrapped
 from lightning_shard.errors import ConfigError
@@ -47,7 +46,10 @@ class GradientStash:
 
     Attributes:
         on_give: Called before the sums are given away.
+        has_all: Whether one stage alone has the sums of a parameter that several use.
     """
+
+    has_all = False
 
     def __init__(self, params: Sequence[nn.Parameter], seed: Tensor | float) -> None:
         self.params = list(params)
@@ -59,9 +61,13 @@ class GradientStash:
 
     @torch.no_grad()
     def add(
-        self, params: Sequence[nn.Parameter], grads: Sequence[Tensor | None], number: int = 0
+        self,
+        params: Sequence[nn.Parameter],
+        grads: Sequence[Tensor | None],
+        number: int = 0,
+        stage: int = 0,
     ) -> None:
-        """Add the gradients of a microbatch, `number` of them."""
+        """Add the gradients of a microbatch, `number` of them, that a stage has made."""
         sums, added = [], []
         for param, grad in zip(params, grads, strict=True):
             if grad is None:
@@ -132,35 +138,6 @@ class GradientStash:
             taker(param, total if is_one else total * factor)
 
 
-class StashInOrder(GradientStash):
-    """Sums in the order of the microbatches' numbers, whatever the schedule: see `TreeSum`."""
-
-    def __init__(self, params: Sequence[nn.Parameter], seed: Tensor | float) -> None:
-        super().__init__(params, seed)
-        self._trees: dict[nn.Parameter, TreeSum] = {}
-        self._missed: dict[nn.Parameter, list[int]] = {}  # the microbatches that do not use it
-
-    @override
-    @torch.no_grad()
-    def add(
-        self, params: Sequence[nn.Parameter], grads: Sequence[Tensor | None], number: int = 0
-    ) -> None:
-        for param, grad in zip(params, grads, strict=True):
-            if grad is None:
-                self._missed.setdefault(param, []).append(number)
-                continue
-            tree = self._trees.setdefault(param, TreeSum())
-            tree.put(number, grad.to_dense() if grad.is_sparse else grad, is_lent=True)
-
-    @override
-    @torch.no_grad()
-    def close(self) -> None:
-        for param, tree in self._trees.items():
-            for number in self._missed.get(param, ()):
-                tree.put(number, torch.zeros_like(tree.held[0]))
-            self._sums[param] = tree.take()
-
-
 class _HandOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, stash: GradientStash, taker: Taker) -> Tensor:
@@ -180,6 +157,18 @@ def leaf_nodes(roots: Sequence[Tensor]) -> Iterator[Any]:
     """
     nodes = _nodes_from(root.grad_fn for root in roots)
     return (node for node in nodes if hasattr(node, "variable"))
+
+
+def num_uses(roots: Sequence[Tensor], params: Sequence[nn.Parameter]) -> Counter[nn.Parameter]:
+    """Return at how many places a graph uses each of some parameters."""
+    wanted = set(params)
+    ends = (
+        end
+        for node in _nodes_from(root.grad_fn for root in roots)
+        for end, _ in node.next_functions
+    )
+    leaves = (getattr(end, "variable", None) for end in ends)
+    return Counter(leaf for leaf in leaves if leaf is not None and leaf in wanted)
 
 
 def _nodes_from(starts: Iterable[Any]) -> Iterator[Any]:

@@ -26,7 +26,7 @@ from lightning_shard.pipeline_parallel.stage_run import StageRun
 
 _SKIPPED = -1  # in the place of a number of tensors
 _HEADER_LENGTH = 256  # numbers; each tensor takes 3 and its dimensions
-_DTYPES = (
+DTYPES = (
     torch.float32,
     torch.float64,
     torch.float16,
@@ -226,7 +226,7 @@ def _header(all_metadata: Sequence[TensorMetadata], device: torch.device) -> Ten
     numbers = [len(all_metadata)]
     for metadata in all_metadata:
         numbers += [
-            _DTYPES.index(metadata.dtype),
+            DTYPES.index(metadata.dtype),
             metadata.requires_grad,
             len(metadata.shape),
             *metadata.shape,
@@ -252,7 +252,7 @@ def _all_metadata(header: Tensor) -> list[TensorMetadata]:
         dtype, requires_grad, ndim = next(numbers), next(numbers), next(numbers)
         shape = tuple(next(numbers) for _ in range(ndim))
         all_metadata.append(
-            TensorMetadata(shape=shape, dtype=_DTYPES[dtype], requires_grad=bool(requires_grad))
+            TensorMetadata(shape=shape, dtype=DTYPES[dtype], requires_grad=bool(requires_grad))
         )
     return all_metadata
 

@@ -25,7 +25,6 @@ from lightning_shard.pipeline_parallel.alike_steps import NotedCalls, check_alik
 from lightning_shard.pipeline_parallel.containers import map_tensors
 from lightning_shard.pipeline_parallel.gradients import (
     GradientStash,
-    StashInOrder,
     full_backward,
     hooks_set_aside,
     input_backward,
@@ -64,6 +63,7 @@ from lightning_shard.pipeline_parallel.step_edits import (
     StepBuffers,
     StepEdits,
 )
+from lightning_shard.pipeline_parallel.ties_in_order import StashInOrder, TiesInOrder
 
 Observer = Callable[[Action], AbstractContextManager[object]]
 
@@ -85,7 +85,8 @@ class Pipeline:
         marks: Tells whether training steps edit parameters; None where none is watched.
         early: Whether to post receives early: see `with_early_receives`.
         randomness: Seeds each microbatch.
-        in_order: Whether sums and buffers are those of microbatches that come in their order.
+        in_order: Where sums and buffers are those of microbatches that come in their order, brings
+            together what stages have of one parameter.
 
     Attributes:
         observer: Makes the context around every action, to take its time; the wait for a
@@ -106,7 +107,7 @@ class Pipeline:
         *,
         early: bool,
         randomness: StageRandomness,
-        in_order: bool = False,
+        in_order: TiesInOrder | None = None,
     ) -> None:
         self.observer: Observer | None = None
         self.peak_activations = 0
@@ -122,7 +123,7 @@ class Pipeline:
         )
         self._traffic = StageTraffic(group, engine.device, self._stage_ranks)
         last = len(stage_ranks) - 1
-        buffers = BuffersOfFirst if self._in_order else StepBuffers
+        buffers = StepBuffers if in_order is None else BuffersOfFirst
         self._buffers = buffers(model, group, last, has_last=last in stage_params)
         self.edits = StepEdits(model, marks)
         at_hand = partial(engine.at_hand, unrounded=True)  # lent in formats that user code sees
@@ -173,13 +174,14 @@ class Pipeline:
         """
         params = {param: None for own in self._stage_params.values() for param in own}
         trained = [param for param in params if param.requires_grad]
-        stash = GradientStash(trained, seed)
-        if self._in_order:
-            stash = StashInOrder(trained, seed)
+        stash, schedule = GradientStash(trained, seed), self._schedules(len(microbatches))
+        if self._in_order is not None:
+            self._in_order.begin(schedule)
+            stash = StashInOrder(trained, seed, self._in_order)
             self._refuse_hooks()
         batch = RunningBatch(kind, microbatches, step, self._model.trainable, stash, loss_of)
         with hooks_set_aside(stash.params):
-            self._run(batch, self._schedules(len(microbatches)))
+            self._run(batch, schedule)
         stash.close()
         return batch.results, stash
 
@@ -248,7 +250,7 @@ class Pipeline:
 
     def _borrow(self, wanted: Sequence[Wanted]) -> None:
         """Let stages borrow parameters of others from now on."""
-        if self._in_order:
+        if self._in_order is not None:
             raise ConfigError(
                 f"Rank {self._group.rank}: same_bits=True, but a step uses {_named(wanted)} "
                 f"outside of their stage of the pipeline, whose gradients would have another order "
@@ -368,7 +370,7 @@ class Pipeline:
             if microbatch.index == 0:
                 leaves = (node.variable for node in leaf_nodes([loss]))
                 self._model.refuse_others(leaves, run.stage)
-            weight = 1.0 if self._in_order else microbatch.weight
+            weight = microbatch.weight if self._in_order is None else 1.0
             batch.losses[microbatch.index] = loss * (weight * batch.stash.seed)
 
     def _roots(
@@ -384,6 +386,10 @@ class Pipeline:
             return [], None
         return outputs, [grad.detach() for grad in grads]
 
+    def _check_ties(self, stage: int, roots: Sequence[Tensor]) -> None:
+        if self._in_order is not None:
+            self._in_order.check(stage, roots)
+
     def _params(self, stage: int) -> list[nn.Parameter]:
         own = [param for param in self._stage_params[stage] if param.requires_grad]
         return [*own, *self._lending.leaves(stage)]  # type: ignore[list-item]
@@ -391,25 +397,27 @@ class Pipeline:
     def _backward(self, batch: RunningBatch, stage: int, index: int) -> None:
         roots, grads = self._roots(batch, stage, index)
         run, params = batch.runs.pop((stage, index)), self._params(stage)
+        self._check_ties(stage, roots)
         self._buffers.before_backward(stage)
         with self._model.running(run, stage):
             input_grads, param_grads = full_backward(
                 roots, grads, followed(run.inputs), params, reformatted=self._reformats
             )
-        batch.sums.add(params, param_grads, index)
+        batch.sums.add(params, param_grads, index, stage)
         batch.grads[stage, index] = input_grads
 
     def _backward_inputs(self, batch: RunningBatch, stage: int, index: int) -> None:
         roots, grads = self._roots(batch, stage, index)
         run, params = batch.runs[stage, index], self._params(stage)
         inputs = followed(run.inputs)
+        self._check_ties(stage, roots)
         self._buffers.before_backward(stage)
         with self._model.running(run, stage):
             input_grads, rest = input_backward(roots, grads, inputs, params, self._at_hand)
 
         def weights() -> None:
             with self._model.running(run, stage):
-                batch.sums.add(params, weight_backward(rest, params), index)
+                batch.sums.add(params, weight_backward(rest, params), index, stage)
 
         batch.halves[stage, index] = weights
         batch.grads[stage, index] = input_grads

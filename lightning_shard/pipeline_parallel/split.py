@@ -22,6 +22,7 @@ from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.pipeline_parallel._torch import computed_before_forward
 from lightning_shard.pipeline_parallel.gradients import GradientStash
 from lightning_shard.pipeline_parallel.partition import Partition, buffer_stages, parameter_stages
+from lightning_shard.pipeline_parallel.ties_in_order import TiesInOrder
 
 
 class PipelineSplit(ModelSplit):
@@ -101,8 +102,20 @@ class PipelineSplit(ModelSplit):
             used = used.to(self._device)
             group.all_reduce(used, "max").wait()
             for param, is_used in zip(shared, used.tolist(), strict=True):
-                if is_used:
+                if is_used and stash.has_all:
+                    first = self._stage_ranks[self.param_stages[param][0]]
+                    group.broadcast(stash.own(param), src=ranks.index(first)).wait()
+                elif is_used:
                     group.all_reduce(stash.own(param)).wait()
+
+    def ties_in_order(self) -> TiesInOrder:
+        """Return what brings together the gradients of shared parameters, by microbatch."""
+
+        def beside(param: nn.Parameter) -> tuple[Collectives, Sequence[int]]:
+            return self._ties[self._ranks[param]], self._ranks[param]
+
+        stages = self.param_stages, self.shapes, self._stage_ranks
+        return TiesInOrder(*stages, self.group, beside, self._device)
 
     def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
         """Return the group of the pipeline's ranks, on some of which `param` is."""

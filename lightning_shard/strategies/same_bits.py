@@ -128,11 +128,6 @@ class SameBits(RunPart):
                     f"in one go, expected ranks that have whole samples and whole layers. Use data "
                     f"parallel, ZeRO or pipeline_parallel."
                 )
-            elif one.axis == "pp" and self._precision == "bf16-true":
-                yield (
-                    "precision='bf16-true' rounds what a pipeline's microbatches add up to before "
-                    "it is divided, expected fp32 or 'bf16-mixed'. Use data parallel or ZeRO."
-                )
         own, in_copy = self._num_own(), self.strategy.shard_size
         if in_copy not in (1, num_ranks) and in_copy & (in_copy - 1):
             yield (

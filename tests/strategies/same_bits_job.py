@@ -22,7 +22,8 @@ if __name__ == "__main__":
     backend, strategy, num_ranks, place = sys.argv[1:]
     folder = Path(place)
     if strategy == "pipeline_parallel":
-        saved, logged = through_stages(folder, num_stages=int(num_ranks), backend=backend)
+        given = {"model": "tied_staged", "num_stages": int(num_ranks), "backend": backend}
+        saved, logged = through_stages(folder, **given)
     else:
         saved, logged, _ = fit(folder, strategy=strategy, num_ranks=int(num_ranks), backend=backend)
     tell(folder, saved + logged)

@@ -28,6 +28,7 @@ from lightning_shard.data_parallel.compression.compressor import Compressor, Exc
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.gradients.gradient_buffer import GradientBuffer
 from lightning_shard.data_parallel.gradients.tree_sum import TreeExchange
+from lightning_shard.data_parallel.memory.flat_memory import full_views
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.options import EngineOptions
@@ -297,6 +298,7 @@ class FlatGradients:
         self._expected = 0  # of _seen; a lower bound while backward runs
         self._averages: dict[int, Tensor] = {}  # of full gradients, while others travel
         self._travel: _Travel | None = None
+        self._sums: dict[int, Tensor] = {}  # of a pipeline's microbatches, before they are rounded
         self._added = b""  # which gradients earlier micro-batches have, where sums have one order
         self.state = InBackward.ARRIVING
         self.is_owed = self.came_twice = False
@@ -371,7 +373,10 @@ class FlatGradients:
             self.states.arrive(index)
         else:
             self.buffer.observe(index)
-            self.buffer.store(index, self._with_users(index, grad))
+            grad = self._with_users(index, grad)
+            self.buffer.store(index, grad)
+            if self._in_order is not None and grad.dtype != self.buffer.views[index].dtype:
+                self._sums[index] = grad
         self._seen[index] = None
 
     @as_they_are
@@ -513,7 +518,7 @@ class FlatGradients:
             self.buffer.send_off()
         if self.exchange is not None and not self._passes(self.exchange, full, used, twice):
             out = full if self.flat.stage == 0 else self._target(self.flat.master_dtype)
-            self.exchange.begin(full, out, used)
+            self.exchange.begin(self._unrounded(full), out, used)
             self._travel = _Travel(self.exchange, out, synchronised, self._copies_differ)
             return None
         sent = full.to(self.flat.reduce_dtype)
@@ -529,12 +534,23 @@ class FlatGradients:
         full = self.buffer.allocate()
         used = self._contributions()
         self._clear_unused(used)
-        self._in_order.add(full)
+        self._in_order.add(self._unrounded(full))
         self._added = bytes(map(or_, self._added or bytes(len(used)), used))
         self.states.all_leave()
         if self.buffer.is_plain:
             for param in self.flat.params:
                 param.grad = None
+
+    def _unrounded(self, full: Tensor) -> Tensor:
+        """Return the buffer as it was added up, in another format than its own."""
+        sums, self._sums = self._sums, {}
+        if not sums:
+            return full
+        unrounded = full.float()
+        views = full_views(unrounded, self.flat.layout)
+        for index, one in sums.items():
+            views[index].copy_(one)
+        return unrounded
 
     def _show_added(self) -> None:
         """Let parameters that only earlier micro-batches have used have a gradient, of zeros."""

@@ -230,8 +230,6 @@ class PipelineDimension(ParallelDimension):
         self._staged = StagedModel(model, partition, *known, forget=run.forget_activations)
         logging = None if run.in_order is None else run.in_order.logging
         self._logs = StepLogs(run.module, group, ranks[-1], logging)
-        if run.in_order is not None:
-            _refuse_ties(run, split)
         return split
 
     def _stages(self, run: RunView, num_ranks: int) -> Partition:
@@ -272,7 +270,7 @@ class PipelineDimension(ParallelDimension):
             randomness = StageRandomness(split.group, engine.device)
         if run.in_order is not None:
             randomness = OneStream(split.group, engine.device, run.in_order.begin_microbatch)
-        in_order = run.in_order is not None
+        in_order = None if run.in_order is None else split.ties_in_order()
         return Pipeline(*args, early=run.matches_tags, randomness=randomness, in_order=in_order)
 
     @override
@@ -426,16 +424,6 @@ class OneStream(StageRandomness):
     def enter(self, microbatch: int, stage: int, came: Sequence[Tensor] = ()) -> None:
         for state in came:
             load_random_state(pickle.loads(state.cpu().numpy().tobytes()), self._device)
-
-
-def _refuse_ties(run: RunView, split: PipelineSplit) -> None:
-    for name, param in run.model.named_parameters():
-        if len(split.param_stages[param]) > 1:
-            raise ConfigError(
-                f"Rank {run.rank}: same_bits=True, but several stages of the pipeline have "
-                f"{name!r}, whose gradients each would add up first, expected each parameter on "
-                f"one stage. Untie the weights, or use strategy='zero2'."
-            )
 
 
 def _check_steps(module: "pl.LightningModule") -> None:

@@ -1,0 +1,187 @@
+"""A pipeline's gradients added up as one rank adds them, also of weights that stages share.
+
+    stage 3 (head)    stage 0 (embedding)
+
+    microbatch k:  g ────────> g + own ──> the tree over the microbatches, on the first stage's rank
+
+One rank's backward meets the last use first, and adds each earlier one to that; so a microbatch's
+gradient goes from the last stage that has the parameter to the first, before any sum over
+microbatches is made. Where halves of backwards come at their own time, all of them go at the end.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.pending import Pending
+from lightning_shard.data_parallel.gradients.tree_sum import TreeSum
+from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.gradients import GradientStash, num_uses
+from lightning_shard.pipeline_parallel.messages import DTYPES
+from lightning_shard.pipeline_parallel.schedules import Schedule
+
+_UNUSED = -1  # in the place of a format
+
+
+class TiesInOrder:
+    """Brings together what stages have of one microbatch's gradient.
+
+    Args:
+        param_stages: Stages of each parameter, in the model's order.
+        shapes: Full shape of each parameter.
+        stage_ranks: Pipeline rank of each stage.
+        group: Group of the pipeline's ranks.
+        beside: Returns the group of the ranks that share a parameter, and those ranks.
+    """
+
+    def __init__(
+        self,
+        param_stages: Mapping[nn.Parameter, Sequence[int]],
+        shapes: Mapping[nn.Parameter, torch.Size],
+        stage_ranks: Sequence[int],
+        group: Collectives,
+        beside: Callable[[nn.Parameter], tuple[Collectives, Sequence[int]]],
+        device: torch.device,
+    ) -> None:
+        tied = [(param, stages) for param, stages in param_stages.items() if len(stages) > 1]
+        self._stages = dict(tied)
+        self._number_of = {param: number for number, (param, _) in enumerate(tied)}
+        self._shapes, self._stage_ranks, self._rank = shapes, stage_ranks, group.rank
+        self._beside, self._device = beside, device
+        self._here: dict[tuple[nn.Parameter, int, int], Tensor | None] = {}
+        self._later: list[tuple[int, int, nn.Parameter, Tensor | None]] = []
+        self._sending: list[Pending] = []
+        self._waits = False  # for the end of the batch
+
+    def begin(self, schedule: Schedule) -> None:
+        """Begin a batch, in which a stage may make its gradients before a later one has its own."""
+        self._waits = any(one.kind == "W" for actions in schedule.actions for one in actions)
+
+    def check(self, stage: int, roots: Sequence[Tensor]) -> None:
+        """Refuse a stage that would have added up uses which one rank adds to later ones."""
+        inner = [param for param, stages in self._stages.items() if stage in stages[:-1]]
+        found = num_uses(roots, inner) if inner else {}
+        if any(number > 1 for number in found.values()):
+            raise ConfigError(
+                f"Rank {self._rank}: same_bits=True, but stage {stage} of the pipeline uses a "
+                f"parameter several times that a later stage has, too, and would add up its own "
+                f"gradients first, expected one use in each stage but the last. Untie the weights, "
+                f"or use strategy='zero2'."
+            )
+
+    def added(
+        self,
+        stage: int,
+        number: int,
+        params: Sequence[nn.Parameter],
+        grads: Sequence[Tensor | None],
+    ) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        """Yield the gradients of a microbatch that are whole after what a stage has made."""
+        for param, grad in zip(params, grads, strict=True):
+            dense = grad.to_dense() if grad is not None and grad.is_sparse else grad
+            if param not in self._stages:
+                yield param, dense
+            elif self._waits:
+                self._later.append((stage, number, param, dense))
+            else:
+                yield from self._met(stage, number, param, dense)
+
+    def finish(self) -> Iterator[tuple[int, nn.Parameter, Tensor | None]]:
+        """At the end of a batch, yield the rest, with the numbers of microbatches."""
+        later, self._later = self._later, []
+        for stage, number, param, grad in sorted(later, key=lambda one: (-one[0], one[1])):
+            for _, whole in self._met(stage, number, param, grad):
+                yield number, param, whole
+        for one in self._sending:
+            one.wait()
+        self._sending.clear()
+
+    def _met(
+        self, stage: int, number: int, param: nn.Parameter, grad: Tensor | None
+    ) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        stages = self._stages[param]
+        place = stages.index(stage)
+        if stage != stages[-1]:
+            came = self._receive(stages[place + 1], number, param)
+            grad = came if grad is None else grad if came is None else came + grad
+        if stage == stages[0]:
+            yield param, grad
+        else:
+            self._send(stage, stages[place - 1], number, param, grad)
+
+    def _tag(self, stage: int, number: int, param: nn.Parameter) -> int:
+        place = self._number_of[param] * len(self._stage_ranks) + stage
+        return number * len(self._stages) * len(self._stage_ranks) + place
+
+    def _send(
+        self, stage: int, to: int, number: int, param: nn.Parameter, grad: Tensor | None
+    ) -> None:
+        peer = self._stage_ranks[to]
+        if peer == self._rank:
+            self._here[param, stage, number] = grad
+            return
+        (group, ranks), tag = self._beside(param), self._tag(stage, number, param)
+        kind = _UNUSED if grad is None else DTYPES.index(grad.dtype)
+        sent = [torch.tensor([kind], device=self._device)]
+        sent += [] if grad is None else [grad.contiguous()]
+        for one in sent:
+            self._sending.append(group.send(one, ranks.index(peer), tag, async_op=True))
+
+    def _receive(self, stage: int, number: int, param: nn.Parameter) -> Tensor | None:
+        peer = self._stage_ranks[stage]
+        if peer == self._rank:
+            return self._here.pop((param, stage, number))
+        (group, ranks), tag = self._beside(param), self._tag(stage, number, param)
+        kind = torch.empty(1, dtype=torch.int64, device=self._device)
+        group.recv(kind, ranks.index(peer), tag)
+        if kind.item() == _UNUSED:
+            return None
+        dtype = DTYPES[int(kind)]
+        grad = torch.empty(self._shapes[param], dtype=dtype, device=self._device)
+        group.recv(grad, ranks.index(peer), tag)
+        return grad
+
+
+class StashInOrder(GradientStash):
+    """Sums in the order of the microbatches' numbers, whatever the schedule: see `TreeSum`."""
+
+    has_all = True
+
+    def __init__(
+        self, params: Sequence[nn.Parameter], seed: Tensor | float, ties: TiesInOrder
+    ) -> None:
+        super().__init__(params, seed)
+        self._ties = ties
+        self._trees: dict[nn.Parameter, TreeSum] = {}
+        self._missed: dict[nn.Parameter, list[int]] = {}  # the microbatches that do not use it
+
+    @override
+    @torch.no_grad()
+    def add(
+        self,
+        params: Sequence[nn.Parameter],
+        grads: Sequence[Tensor | None],
+        number: int = 0,
+        stage: int = 0,
+    ) -> None:
+        for param, grad in self._ties.added(stage, number, params, grads):
+            self._put(number, param, grad)
+
+    def _put(self, number: int, param: nn.Parameter, grad: Tensor | None) -> None:
+        if grad is None:
+            self._missed.setdefault(param, []).append(number)
+        else:
+            self._trees.setdefault(param, TreeSum()).put(number, grad, is_lent=True)
+
+    @override
+    @torch.no_grad()
+    def close(self) -> None:
+        for one in self._ties.finish():
+            self._put(*one)
+        for param, tree in self._trees.items():
+            for number in self._missed.get(param, ()):
+                tree.put(number, torch.zeros_like(tree.held[0]))
+            self._sums[param] = tree.take()
