@@ -37,6 +37,7 @@ from lightning_shard.context_parallel.sequence_part import (
     part_of,
 )
 from lightning_shard.core.placeholders import stands_in
+from lightning_shard.core.states import Asker, asker, having
 from lightning_shard.data_parallel.recompute.recomputation import own_forward
 from lightning_shard.data_parallel.units.units import named_blocks
 from lightning_shard.data_parallel.units.unsharding import TracedHook
@@ -165,8 +166,8 @@ def try_block(
     name: str, block: nn.Module, arguments: Arguments, cut: Cut, group: Collectives
 ) -> None:
     """Call a block with full sequences and with parts, and compare; each rank must call."""
-    params = [param for param in block.parameters() if param.requires_grad]
-    names = [one for one, param in block.named_parameters() if param.requires_grad]
+    with having(asker, Asker.ENGINE):
+        trained = {name: one for name, one in block.named_parameters() if one.requires_grad}
     forward = own_forward(block)
 
     def in_full(given: Arguments) -> Any:
@@ -178,7 +179,7 @@ def try_block(
 
     def compared(double: bool) -> tuple[Called, Called]:
         with in_double(block, double=double) as copied:
-            own = [*map(copied, params)]
+            own = [*map(copied, trained.values())]
             with as_it_was(block):
                 full = Called(in_full, arguments, own, double=double)
             with as_it_was(block), explained(partial(_fails_in_parts, name, block, group)):
@@ -188,7 +189,7 @@ def try_block(
             grad.div_(group.size)
         return full, parts
 
-    refuse_difference(group, compared, names, partial(_differs_in_parts, name, block, group))
+    refuse_difference(group, compared, [*trained], partial(_differs_in_parts, name, block, group))
 
 
 def _differs_in_parts(name: str, block: nn.Module, group: Collectives, found: str) -> str:

@@ -2,17 +2,17 @@
 
 Between that line and the process group lie frames of torch, Lightning and this package, of the
 standard library that wraps their functions (`functools`, `contextlib`), and code that a compiler
-has made. This is the one file that looks at frames: for what people are told, and for weights that
-look full to user code in the middle of layers that see parts (`is_called_by_user`).
+has made. This is the one file that looks at frames, for what people are told.
 """
 
 import os
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from traceback import walk_tb
 from types import CodeType, FrameType
@@ -32,7 +32,6 @@ _WRAPPING_PACKAGES = (
     "safetensors",
 )
 _WRAPPING_MODULES = ("typing_extensions", "decorator", "wrapt")
-_RUNNING_USER_CODE = ("lightning", "pytorch_lightning", __name__.partition(".")[0])
 # Of the import system, and of graphs that torch has traced; "<stdin>" and the like are the user's.
 _GENERATED = ("<frozen ", "<eval_with_key>", "<lambdifygenerated", "<torch_package")
 
@@ -63,7 +62,6 @@ _INSTALLED = (
     *(f"{folder}site-packages{os.sep}" for folder in _STANDARD_LIBRARY),
     *(f"{folder}dist-packages{os.sep}" for folder in _STANDARD_LIBRARY),
 )
-_is_inner: dict[str, bool] = {}  # by file name; only ever a cache
 _launch: ContextVar[tuple[str, int]] = ContextVar("launch", default=("<no Python caller>", 0))
 _read: ContextVar[str] = ContextVar("read", default="")  # by user code, in this thread
 
@@ -103,12 +101,8 @@ def find_call_site(frame: FrameType | None = None) -> CallSite:
     """Return the innermost frame that is not of torch, Lightning, a wrapper or this package."""
     frame = frame or sys._getframe(1)
     while frame is not None:
-        filename = frame.f_code.co_filename
-        inner = _is_inner.get(filename)
-        if inner is None:
-            inner = _is_inner[filename] = _wraps(filename)
-        if not inner:
-            return CallSite(filename, frame.f_lineno, purpose())
+        if not _wraps(frame.f_code.co_filename):
+            return CallSite(frame.f_code.co_filename, frame.f_lineno, purpose())
         frame = frame.f_back
     return CallSite(*_launch.get(), purpose())
 
@@ -125,26 +119,8 @@ def went_through_user_code(error: BaseException) -> bool:
     return any(not _wraps(name) and not name.startswith(_INSTALLED) for name in names)
 
 
-def code_that_calls() -> CodeType:
-    """Return the code that has called the caller."""
-    return sys._getframe(2).f_code
-
-
-def is_called_by_user(through: Collection[str] = ()) -> bool:
-    """Whether user code has called the caller; frames of torch and of `through` are passed over."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        package = module.partition(".")[0]
-        is_mode = frame.f_code.co_name == "__torch_function__"  # which passes calls on
-        if package != "torch" and module not in through and not is_mode:
-            return package not in _RUNNING_USER_CODE
-        frame = frame.f_back
-    return False
-
-
+@cache
 def _wraps(filename: str) -> bool:
     """Whether a file only wraps the calls of the user and of other libraries."""
-    if filename.startswith(_INNER):
-        return True
-    return filename.startswith(_STANDARD_LIBRARY) and not filename.startswith(_INSTALLED)
+    is_standard = filename.startswith(_STANDARD_LIBRARY) and not filename.startswith(_INSTALLED)
+    return is_standard or filename.startswith(_INNER)

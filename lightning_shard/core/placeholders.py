@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_shard.core.states import having
+from lightning_shard.core.states import Asker, asker, having
 from lightning_shard.core.tensor_calls import (
     MOVES_MEMORY,
     OF_MEMORY,
@@ -328,6 +328,7 @@ def parameters_written() -> AbstractContextManager[dict[str, None]]:
     return having(_written_to, {})
 
 
+@having(asker, value=Asker.ENGINE)
 def stands_in(module: nn.Module, arguments: object) -> bool:
     """Whether a module's call only stands for what another stage computes.
 

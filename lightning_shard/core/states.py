@@ -9,6 +9,8 @@
 
 A change that is not allowed is a mistake of this package, not of its user: debug runs raise there,
 and so do tests. Other runs only assign.
+
+What a thread does has a word as well: `asker`, for whom parameters show themselves.
 """
 
 from collections.abc import Iterator
@@ -42,6 +44,27 @@ def setting(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
+
+
+class Asker(Enum):
+    """Who asks a parameter for its elements: it looks full to user code, and to nobody else."""
+
+    USER = "a step or a hook"
+    LAYER = "the own forward of a layer of which ranks have parts, or what copies its weights"
+    ENGINE = "this package, also where user code has called it"
+
+
+asker: ContextVar[Asker] = ContextVar("asker", default=Asker.USER)
+"""Who asks in this thread; threads of the user's, and loops between calls of Fabric, are user code.
+
+Steps, hooks and backwards, in which blocks run again, set it, as do layers' own forwards, and what
+user code calls that works with what this rank has.
+"""
+
+
+def user_asks() -> bool:
+    """Whether user code asks now, in this thread."""
+    return asker.get() is Asker.USER
 
 
 class Checks:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives, begin_update
 from lightning_shard.backends.free_memory import keep_freed_memory
-from lightning_shard.core.states import setting
+from lightning_shard.core.states import Asker, asker, having, setting
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.buffers import BufferSync
 from lightning_shard.data_parallel.compression.compressor import Exchange
@@ -320,6 +320,7 @@ class DataParallelEngine:
         if self._unsharder is not None:
             self._unsharder.copies.take_set()
 
+    @having(asker, value=Asker.ENGINE)
     def has_other_parameters(self) -> bool:
         """Whether the model has parameters that are to be laid out anew; each rank must call."""
         places = self.adoption.places
@@ -327,6 +328,7 @@ class DataParallelEngine:
             self.adopt_assigned()
         return places.are_others
 
+    @having(asker, value=Asker.ENGINE)
     def in_other_formats(self) -> dict[nn.Parameter, Tensor]:
         """Return by parameter what user code has given it in another format; each rank must call.
 
@@ -373,14 +375,15 @@ class DataParallelEngine:
         self.adopt_assigned()
         self.hook_trainable()
         self.buffers_moved |= self.model.training and torch.is_grad_enabled()
-        with self.phases.within(Phase.STEP):
+        with self.phases.within(Phase.STEP), having(asker, value=Asker.USER):
             yield
 
     @contextmanager
     def running_user_code(self) -> Iterator[None]:
         """Run user code inside: sharded parameters look full, errors about sizes are explained."""
         if self._unsharder is None:
-            yield
+            with having(asker, value=Asker.USER):
+                yield
             return
         with explaining_shards(self._homes), makers_seen(), self.user_code.running():
             try:
@@ -406,7 +409,8 @@ class DataParallelEngine:
         self.hook_trainable()  # what the step itself has unfrozen
         if self._unsharder is not None:
             self._unsharder.unshard_staying()
-        with self.options.seeing_shards(), ExitStack() as inside:
+        again = having(asker, value=Asker.USER)  # user code, of blocks that are computed again
+        with self.options.seeing_shards(), again, ExitStack() as inside:
             if self._unsharder is not None:
                 inside.enter_context(self._unsharder.near())
             for make in self.options.around_backward:

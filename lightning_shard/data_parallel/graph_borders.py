@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, register_multi_grad_hook
 
+from lightning_shard.core.states import Asker, asker, having
 from lightning_shard.data_parallel.torch_private import children_of
 
 
@@ -77,6 +78,7 @@ def _with_gradient(leaves: Iterable[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
+@having(asker, value=Asker.ENGINE)
 def gradient_edge(tensor: Tensor) -> GradientEdge:
     """Return where a tensor's gradient arrives; of a leaf torch finds that with gradients only."""
     with torch.enable_grad():

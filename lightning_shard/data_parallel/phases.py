@@ -11,12 +11,12 @@ flag of its own for where the run is.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from lightning_shard.core.states import Checks, State, setting
+from lightning_shard.core.states import Asker, Checks, State, asker, having, setting
 
 
 class Phase(State):
@@ -46,9 +46,11 @@ class UserCode:
         self.sources: dict[nn.Parameter, ValueSource | None] = {}
         self.runs = self.is_a_loop = False
 
-    def running(self, runs: bool = True) -> AbstractContextManager[None]:
+    @contextmanager
+    def running(self, runs: bool = True) -> Iterator[None]:
         """Set `runs` inside, and restore it on leaving."""
-        return setting(self, runs=runs)
+        with having(asker, Asker.USER if runs else Asker.ENGINE), setting(self, runs=runs):
+            yield
 
 
 class Phases:

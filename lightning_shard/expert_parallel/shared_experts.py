@@ -37,7 +37,7 @@ from lightning_shard.core.extensions import (
     give_class_back,
 )
 from lightning_shard.core.placeholders import Placeholder, is_alone, is_placeholder, stands_in
-from lightning_shard.core.states import setting
+from lightning_shard.core.states import Asker, asker, having, setting
 from lightning_shard.data_parallel.torch_private import pass_for_parameter, unobserved, untraced
 from lightning_shard.data_parallel.units.units import class_name
 from lightning_shard.data_parallel.views.sharded_parameter import bring_full
@@ -235,7 +235,8 @@ class ExpertView(SharedByCopies):
         """Return a parameter as the code that reads it now sees it."""
         if name in self.names and not self.calls.is_own:
             at_once, anchor = self.inner is not None, self.calls.anchor
-            tensor = self.weights.look(self.names[name], tensor, anchor, at_once=at_once)
+            with having(asker, Asker.ENGINE):
+                tensor = self.weights.look(self.names[name], tensor, anchor, at_once=at_once)
         return tensor if self.inner is None else self.inner.of(name, tensor)
 
 
@@ -355,7 +356,7 @@ class SharedExperts(SharedByCopies):
         self,
         mixtures: Sequence[Mixture],
         split: ExpertSplit,
-        with_shards: Callable[[], AbstractContextManager[None]],
+        with_shards: Callable[[], AbstractContextManager[object]],
         *,
         in_pipeline: bool = False,
         counts: bool = True,

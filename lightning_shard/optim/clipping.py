@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.states import Asker, asker, having
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import shards_over
 from lightning_shard.errors import ConfigError
 
 
+@having(asker, value=Asker.ENGINE)
 @torch.no_grad()
 def global_grad_norm(
     params: Sequence[nn.Parameter], engine: DataParallelEngine, norm_type: float = 2.0
@@ -118,6 +120,7 @@ def exact_norm(
     return torch.where(greatest.isfinite(), norm, greatest)
 
 
+@having(asker, value=Asker.ENGINE)
 @torch.no_grad()
 def clip_grad_norm(
     params: Sequence[nn.Parameter],
@@ -152,6 +155,7 @@ def clip_grad_norm(
     return norm
 
 
+@having(asker, value=Asker.ENGINE)
 @torch.no_grad()
 def clip_grad_value(
     params: Sequence[nn.Parameter], max_value: float, engine: DataParallelEngine

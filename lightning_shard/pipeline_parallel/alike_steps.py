@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_shard.core.states import setting
+from lightning_shard.core.states import Asker, asker, having, setting
 from lightning_shard.data_parallel.torch_private import innermost_function_mode
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.containers import digest
@@ -41,7 +41,8 @@ class NotedCalls(TorchFunctionMode):
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Note what is called inside."""
-        self._left_out = {id(one): one for one in self._held()}
+        with having(asker, Asker.ENGINE):
+            self._left_out = {id(one): one for one in self._held()}
         with self._inside:
             self._inside.enter_context(self)
             yield

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shard.backends.traffic import Traffic
+from lightning_shard.core.states import Asker, asker, having
 from lightning_shard.data_parallel.agreement import (
     check_same_optimizers,
     refuse_embeddings_of_batches,
@@ -504,9 +505,9 @@ class EngineSetup(RunPart):
         dimensions = self.strategy.dimensions
         return {key: bring for one in dimensions for key, bring in one.follow().items()}
 
-    def hidden(self) -> AbstractContextManager[None]:
+    def hidden(self) -> AbstractContextManager[object]:
         """Inside, weights are the shards that are here, also within a hook."""
-        return nullcontext() if self._weights is None else self._weights.hidden()
+        return having(asker, Asker.ENGINE) if self._weights is None else self._weights.hidden()
 
     @contextmanager
     def _shown(self) -> Iterator[None]:

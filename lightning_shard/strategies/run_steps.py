@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.states import setting
+from lightning_shard.core.states import Asker, asker, having, setting
 from lightning_shard.data_parallel.agreement import check_trainable
 from lightning_shard.data_parallel.compression.compressor import StepBytes
 from lightning_shard.data_parallel.kept_activations import KeptActivations
@@ -210,7 +210,8 @@ class RunSteps(RunPart):
         strategy = self.strategy
 
         def seen() -> Any:
-            result = closure()
+            with having(asker, Asker.USER):  # of manual optimization it is user code itself
+                result = closure()
             for one in strategy.dimensions:
                 one.before_update(optimizer, strategy.optimizers.index(optimizer))
             self.run.same_bits.begin_hooks(UPDATE)

@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_shard.core.extensions import ModuleCopies
-from lightning_shard.core.states import having
-from lightning_shard.tensor_parallel.full_view import sees_parts
+from lightning_shard.core.states import Asker, asker, having
 
 _COPIES = "__deepcopy__"
 
@@ -67,7 +66,7 @@ class _ShardCopier:
     ) -> None:
         self._copies, self._param, self._inner = copies, weakref.ref(param), inner
 
-    @having(sees_parts, value=True)
+    @having(asker, value=Asker.LAYER)
     @torch.no_grad()
     def __call__(self, memo: dict[int, Any]) -> nn.Parameter:
         param = self._param()

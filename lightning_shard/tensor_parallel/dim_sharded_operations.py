@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.core.states import Asker, asker, having
 from lightning_shard.core.tensor_calls import (
     GET_DATA,
     OF_OBJECT,
@@ -112,12 +113,13 @@ def _backward(func: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     starts = [None] * len(ends) if grads is None else _listed(grads)
     inputs = kwargs.pop("inputs", None)
-    torch.autograd.backward(
-        [own_part(one) for one in ends],
-        [_start(one, start) for one, start in zip(ends, starts, strict=True)],
-        inputs=None if inputs is None else [own_part(one) for one in _listed(inputs)],
-        **kwargs,
-    )
+    given = [] if inputs is None else [*map(own_part, _listed(inputs))]
+    leaves = [isinstance(one, nn.Parameter) and one.requires_grad for one in given]
+    # Edges ask nobody: a parameter that user code keeps would be its view again.
+    sources = [gradient_edge(p) if is_leaf else p for p, is_leaf in zip(given, leaves, strict=True)]
+    ends, starts = [*map(own_part, ends)], [*map(_start, ends, starts)]
+    with having(asker, value=Asker.USER):  # blocks may be computed again
+        torch.autograd.backward(ends, starts, inputs=None if inputs is None else sources, **kwargs)
     return None
 
 
@@ -142,14 +144,10 @@ def _grad(
     ends, sources = _listed(outputs), _listed(inputs)
     starts = [None] * len(ends) if grad_outputs is None else _listed(grad_outputs)
     parts = [one.part if isinstance(one, DimShardedTensor) else None for one in sources]
-    found = func(
-        [own_part(one) for one in ends],
-        [one if part is None else _edge(part) for one, part in zip(sources, parts, strict=True)],
-        [_start(one, start) for one, start in zip(ends, starts, strict=True)],
-        *args,
-        allow_unused=kwargs.pop("allow_unused", None) or materialize_grads,
-        **kwargs,
-    )
+    given = [*map(own_part, ends)], [*map(_source, sources)], [*map(_start, ends, starts)]
+    unused = kwargs.pop("allow_unused", None) or materialize_grads
+    with having(asker, value=Asker.USER):  # blocks may be computed again
+        found = func(*given, *args, allow_unused=unused, **kwargs)
     if materialize_grads:
         found = [
             torch.zeros_like(one if part is None else part.local) if grad is None else grad
@@ -165,8 +163,10 @@ def _listed(tensors: Any) -> list[Any]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def _edge(part: Part) -> Any:
-    return gradient_edge(part.local) if part.local.requires_grad else part.local
+def _source(tensor: Any) -> Any:
+    """Return where a backward stops at a tensor: the edge to its part."""
+    part = own_part(tensor)
+    return gradient_edge(part) if part is not tensor and part.requires_grad else part
 
 
 def combined(func: Any, like: DimShardedTensor, args: Any, kwargs: Any) -> Any:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.states import Asker, asker, having
 from lightning_shard.core.tensor_calls import (
     BY_ADDRESS,
     MOVES_MEMORY,
@@ -275,6 +276,7 @@ class DimShardedTensor(Tensor):
 
     @classmethod
     @untraced  # traced by dynamo, `numel()` of a sharded tensor became the tensor itself
+    @having(asker, value=Asker.ENGINE)
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -295,6 +297,7 @@ class DimShardedTensor(Tensor):
         return _on_full(func, args, kwargs) if result is NotImplemented else result
 
     @classmethod
+    @having(asker, value=Asker.ENGINE)
     def __torch_dispatch__(  # type: ignore[override]  # torch's own stub lacks the operation
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -470,6 +473,7 @@ class ViewOfGathered(Tensor):
 
     @classmethod
     @untraced
+    @having(asker, value=Asker.ENGINE)
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

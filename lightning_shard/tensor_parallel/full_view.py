@@ -8,9 +8,9 @@ A layer's class gets a property for each such weight, and one for the mapping th
 goes through; the view, which lies in the layer, says what is seen.
 """
 
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Protocol
@@ -18,9 +18,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
-from lightning_shard.core.call_site import code_that_calls, is_called_by_user
 from lightning_shard.core.extensions import SharedByCopies
+from lightning_shard.core.states import Asker, asker, having, user_asks
 from lightning_shard.data_parallel.memory.assigned import taken_out
 from lightning_shard.data_parallel.torch_private import (
     calls_of,
@@ -32,10 +33,7 @@ from lightning_shard.data_parallel.views.sharded_parameter import show_kept
 from lightning_shard.tensor_parallel.dim_sharded_tensor import showing
 
 _VIEW = "_lightning_shard_view"
-sees_parts: ContextVar[bool] = ContextVar("sees_parts", default=False)
-"""Whether a split layer's own forward runs in this thread, or what copies its weights."""
 _TORCH_HAS = frozenset(vars(nn.Module()))
-_LISTING = nn.Module.named_parameters.__code__.co_filename
 
 
 class WeightView(Protocol):
@@ -66,7 +64,8 @@ class FullView(SharedByCopies):
         """Return a parameter as the code that reads it now sees it."""
         if self.is_own or name not in self.names:
             return tensor
-        return showing(self.widen(self.names[name], tensor), tensor)
+        with having(asker, Asker.ENGINE):
+            return showing(self.widen(self.names[name], tensor), tensor)
 
     def held(self, name: str, params: Mapping[str, Any]) -> Any:
         """Return what a layer holds under a parameter's name."""
@@ -193,17 +192,25 @@ def _seen_full(name: str) -> property:
     return property(get, put)
 
 
+class _Listed(UserDict[str, Any]):
+    """A layer's parameters, of which user code that lists them gets what it sees."""
+
+    def __init__(self, own: dict[str, Any], seen: Mapping[str, Any]) -> None:
+        self.data, self._seen = own, seen
+
+    @override
+    def items(self) -> Any:
+        return self._seen.items()
+
+
 def _listed_full(module: nn.Module) -> Mapping[str, Any]:
     """Return a layer's parameters, full where `parameters()` lists them for the user's code."""
     own: dict[str, Any] = module.__dict__["_parameters"]
-    if torch.compiler.is_compiling() or is_traced():
+    view = view_of(module)
+    if view is None or torch.compiler.is_compiling() or is_traced() or not user_asks():
         return own
-    code, view = code_that_calls(), view_of(module)
-    if view is None or code.co_name != "<lambda>" or code.co_filename != _LISTING:
-        return own
-    if not is_called_by_user():
-        return own
-    return {name: view.of(name, param) for name, param in own.items()}
+    seen = {name: view.of(name, param) for name, param in own.items()}
+    return _Listed(own, seen) if any(seen[name] is not own[name] for name in own) else own
 
 
 _LISTED = property(_listed_full)

@@ -28,11 +28,11 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.extensions import SharedByCopies, extend_class, give_class_back
-from lightning_shard.core.states import having
+from lightning_shard.core.states import Asker, asker, having
 from lightning_shard.data_parallel.memory.inner_tensors import is_composed
 from lightning_shard.data_parallel.torch_private import is_called_plainly
 from lightning_shard.data_parallel.units.unsharding import looks_at_values
-from lightning_shard.tensor_parallel.full_view import FullView, seeing, sees_parts, set_view
+from lightning_shard.tensor_parallel.full_view import FullView, seeing, set_view
 from lightning_shard.tensor_parallel.regions import (
     copy_to_region,
     gather_copies,
@@ -167,7 +167,7 @@ class LayerContext(SharedByCopies):
 def _with_own_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Let a layer's own forward see the parts that this rank has of its weights."""
 
-    @having(sees_parts, value=True)
+    @having(asker, value=Asker.LAYER)
     @wraps(forward)
     def own(self: Any, *args: Any, **kwargs: Any) -> Any:
         view: FullView = getattr(self, _PLACE).view

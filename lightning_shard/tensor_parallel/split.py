@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.layout import PlacedBox
 from lightning_shard.core.placeholders import Placeholder, is_placeholder
-from lightning_shard.core.states import setting
+from lightning_shard.core.states import Asker, asker, having, setting
 from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.gradients.reducer import others_wait_for
 from lightning_shard.data_parallel.memory.quantised import is_quantised
@@ -491,6 +491,7 @@ class HookOnPart:
         return None if changed is None else part.own_gradient(changed)
 
 
+@having(asker, value=Asker.ENGINE)
 def show_full(shardings: dict[nn.Parameter, Sharding], group: Collectives) -> None:
     """Let the hooks that split parameters have by now see gradients that look full.
 

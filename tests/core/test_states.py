@@ -1,10 +1,11 @@
 """Words for states, and tables of their changes."""
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
-from lightning_shard.core.states import Checks, State, setting
+from lightning_shard.core.states import Asker, Checks, State, asker, having, setting, user_asks
 
 
 class Light(State):
@@ -47,3 +48,15 @@ def test_attributes_have_other_values_inside_also_where_that_raises() -> None:
 def test_an_attribute_that_is_not_there_is_not_set() -> None:
     with pytest.raises(AttributeError, match="another"), setting(SimpleNamespace(), another=1):
         raise NotImplementedError
+
+
+def test_the_user_asks_unless_a_mark_of_this_thread_says_otherwise() -> None:
+    """Threads of the user's, and autograd's of a device, have no marks of the one they are from."""
+    assert user_asks()
+    with having(asker, Asker.ENGINE), ThreadPoolExecutor() as pool:
+        assert not user_asks()
+        assert pool.submit(user_asks).result()
+        with having(asker, Asker.USER):
+            assert user_asks()
+        assert not user_asks()
+    assert user_asks()

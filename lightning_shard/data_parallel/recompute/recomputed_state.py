@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.core.states import setting
+from lightning_shard.core.states import Asker, asker, having, setting
 from lightning_shard.data_parallel.content import content
 from lightning_shard.data_parallel.offload.activations import ChangedError
 from lightning_shard.data_parallel.torch_private import BatchNorm
@@ -102,16 +102,22 @@ def attributes_kept(block: nn.Module) -> Iterator[None]:
                 del before[attribute][length:]
 
 
+@having(asker, value=Asker.ENGINE)
+def _contents(block: nn.Module) -> dict[str, Tensor]:
+    """Return what tells whether a block's parameters, as they are here, have changed."""
+    return {path: content(param.data) for path, param in block.named_parameters()}
+
+
 @contextmanager
 def buffers_watched(block: nn.Module, name: str) -> Iterator[None]:
     """Refuse a block whose recomputation inside changes its buffers or parameters."""
     before = {path: buffer.detach().clone() for path, buffer in block.named_buffers()}
-    marks = {path: content(param.data) for path, param in block.named_parameters()}
+    marks = _contents(block)
     try:
         yield
     finally:
-        for path, param in block.named_parameters():
-            if path in marks and not torch.equal(marks[path], content(param.data)):
+        for path, now in _contents(block).items():
+            if path in marks and not torch.equal(marks[path], now):
                 raise ConfigError(
                     f"The forward of {name!r} ({type(block).__name__}) changes its parameter "
                     f"{path!r}, and so does the recomputation of its activations, once more; "

@@ -82,8 +82,7 @@ def look_full(
             is_of_some = fewer_ranks_of(groups, split) is not None
             refusal = _refusal(spread.name, is_of_expert=is_of_some)
             spread = replace(spread, refusal=refusal, is_of_some=is_of_some)
-        note, is_of_part = shards.note_of(param), bool(split.groups)
-        return ParameterHome(spread, note, user_code, bring, named, is_of_part, is_rounded)
+        return ParameterHome(spread, shards.note_of(param), user_code, bring, named, is_rounded)
 
     def home_in(unit: Unit, flat: FlatParameters, index: int) -> ParameterHome:
         return home(
@@ -149,7 +148,7 @@ def cut_loaded(
     """Let each module of a model take in full tensors as well as shards."""
 
     def own(param: nn.Parameter, value: Tensor) -> Tensor:
-        if looks_full(param, through=__name__):
+        if looks_full(param):
             return value  # is cut where it is copied
         if value.shape == split.full_shapes.get(param):  # not so where the user has cut it
             if not split.is_here(param):

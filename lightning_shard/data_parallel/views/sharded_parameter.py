@@ -7,7 +7,8 @@
 
 Blocks, compiled code and the optimizer's step meet plain parameters only, which cost nothing. While
 the class is changed, a call comes from the engine or Lightning unless `UserCode` says that a hook
-or step of the user's runs; the engine's own functions see parameters `as_they_are` even then.
+or step of the user's runs, and `asker` that it asks; the engine's own functions see parameters
+`as_they_are` even then.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,11 +20,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.core.call_site import is_called_by_user, reading
+from lightning_shard.core.call_site import reading
+from lightning_shard.core.states import user_asks
 from lightning_shard.core.tensor_calls import (
     GET_DATA,
     OF_FORMAT,
-    OF_MEMORY,
     OF_OBJECT,
     OF_SHAPE,
     OF_TRAINING,
@@ -33,7 +34,6 @@ from lightning_shard.core.tensor_calls import (
     Exchanged,
     Function,
     Kwargs,
-    SeesOperations,
     found_in,
     functions,
     map_only,
@@ -45,7 +45,6 @@ from lightning_shard.data_parallel.phases import UserCode, ValueSource
 from lightning_shard.data_parallel.torch_private import (
     is_traced,
     outside_transforms,
-    sees_subclasses,
     storage_key,
 )
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient, GradientNote
@@ -66,11 +65,6 @@ _BRING = "_lightning_shard_bring"  # set on those of which this rank has no shar
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _TENSOR: Any = Tensor  # whose properties are descriptors, which type checkers do not know
-_COMPUTES = (  # for code that calls them
-    SeesOperations.__module__,
-    ParameterShard.__module__,
-    f"{__name__.rpartition('.')[0]}.unseen_calls",
-)
 
 
 shards_as_they_are = torch._C.DisableTorchFunctionSubclass
@@ -82,8 +76,6 @@ def as_they_are(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @wraps(function)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not sees_subclasses():  # called by another one
-            return function(*args, **kwargs)
         with shards_as_they_are():
             return function(*args, **kwargs)
 
@@ -99,8 +91,6 @@ class ParameterHome:
         bring: Makes the parameter full until the step ends, for autograd; returns False outside of
             a step. Each rank must call.
         named: The parameters of the model that this rank has, by name.
-        is_of_part: Whether the model is split over other ranks, too, by layers that call on their
-            parameters in the middle of user code.
         is_rounded: Returns whether the full parameter is here, but rounded for blocks.
         copy: Makes another copy of a parameter that is a copy itself; None for the model's own.
     """
@@ -110,7 +100,6 @@ class ParameterHome:
     user_code: UserCode
     bring: Callable[[], bool]
     named: Mapping[str, nn.Parameter]
-    is_of_part: bool = False
     is_rounded: Callable[[], bool] = lambda: False
     copy: Callable[[nn.Parameter], nn.Parameter] | None = None
 
@@ -166,14 +155,13 @@ class KeptParameter(nn.Parameter):
         """Compute with what modules have in the parameter's place."""
         given = args, kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func not in OF_TRAINING and is_called_by_user(_COMPUTES):
+            if func not in OF_TRAINING and user_asks():
                 given = _as_seen(given)
             first = next(iter(given[0]), None)  # mostly it is this one, and spares a walk
             if type(first) is cls or found_in(cls, given):
                 if AveragedGradient not in types:
                     return func(*given[0], **given[1])
-                others = set(types) - {cls, nn.Parameter, AveragedGradient}
-                if others:
+                if set(types) - {cls, nn.Parameter, AveragedGradient}:
                     return NotImplemented
                 return AveragedGradient.called(func, [AveragedGradient], given[0], dict(given[1]))
         return func(*given[0], **given[1])
@@ -228,12 +216,10 @@ def bring_full(param: Tensor) -> bool:
     return own is not param or bring()  # else a stand-in, which has its parameter's attributes
 
 
-def looks_full(param: nn.Parameter, *, through: str) -> bool:
-    """Whether torch's function that calls module `through` finds a full parameter in shards."""
-    if type(param) is not ShardedParameter:
-        return False
-    home = _home_of(param)
-    return home.user_code.runs and (not home.is_of_part or is_called_by_user((through,)))
+def looks_full(param: nn.Parameter) -> bool:
+    """Whether who asks finds a full parameter in shards."""
+    is_sharded = type(param) is ShardedParameter
+    return is_sharded and user_asks() and _home_of(param).user_code.runs
 
 
 class ShardedParameter(nn.Parameter):
@@ -286,16 +272,12 @@ class ShardedParameter(nn.Parameter):
                 return func(*given[0], **given[1])
             params = found_in(ShardedParameter, given)
             meets_shards = any(issubclass(one, _SHARDS) for one in types)
-            home = _home_of(params[0])
-            if not (meets_shards or home.user_code.runs):
+            is_full = meets_shards or _home_of(params[0]).user_code.runs
+            if not (is_full and user_asks()):
                 return func(*given[0], **given[1])
-            is_asked_inside = home.is_of_part or name_of(func) in OF_MEMORY
-            if is_asked_inside and not is_called_by_user(_COMPUTES):
-                return func(*given[0], **given[1])
-            if not any(_KEPT in vars(param) for param in params):
-                return _of_user(func, params, *given)
-            given = _as_seen(given)
-            params = found_in(ShardedParameter, given)
+            if any(_KEPT in vars(param) for param in params):
+                given = _as_seen(given)
+                params = found_in(ShardedParameter, given)
             if params:
                 return _of_user(func, params, *given)
         return func(*given[0], **given[1])
@@ -370,15 +352,14 @@ def differentiation_refused(name: str) -> ConfigError:
 def _differentiated(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `torch.autograd.grad`: what it computes again, as a checkpoint does, sees subclasses."""
     sharded = found_in(ShardedParameter, inputs)
-    if any(_KEPT in vars(param) for param in sharded) and is_called_by_user():
+    if any(_KEPT in vars(param) for param in sharded) and user_asks():
         with torch._C.DisableTorchFunctionSubclass():
             inputs = _as_seen(inputs)
         return torch.autograd.grad(outputs, inputs, *args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         for param in sharded:
             home = _home_of(param)
-            is_of_user = home.user_code.runs and (not home.is_of_part or is_called_by_user())
-            if is_of_user and param.requires_grad:
+            if user_asks() and home.user_code.runs and param.requires_grad:
                 home.bring_for_user()
                 is_part = home.spread.own_shape not in (None, home.spread.shape)
                 if is_part or not any(one.requires_grad for one in found_in(Tensor, outputs)):

@@ -73,7 +73,7 @@ class RunView:
     groups: Mapping[Axis, Collectives] = field(default_factory=dict)
     of_parts: tuple[DataGroups, DataGroups] | None = None
     of_forwards: Sequence[Collectives] = ()
-    with_shards: Callable[[], AbstractContextManager[None]] = nullcontext
+    with_shards: Callable[[], AbstractContextManager[object]] = nullcontext
     in_hook: Callable[[], AbstractContextManager[None]] = nullcontext
     drawn_for_own_data: Callable[[], AbstractContextManager[None]] = nullcontext
     loss_scale: Callable[[], Tensor | float]

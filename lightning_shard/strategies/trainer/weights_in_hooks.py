@@ -12,7 +12,7 @@ cannot show themselves full by their class, as under ZeRO stage 3.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.core.call_site import reading
+from lightning_shard.core.states import Asker, asker, having, user_asks
 from lightning_shard.core.tensor_calls import (
     OF_FORMAT,
     OF_MEMORY,
@@ -46,7 +47,6 @@ from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor
 from lightning_shard.data_parallel.views.unseen_calls import ModeInHooks, makers_seen
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
-from lightning_shard.tensor_parallel.full_view import sees_parts
 
 
 @dataclass(eq=False)
@@ -92,21 +92,21 @@ class WeightsInHooks(ModeInHooks):
         if self.is_on:
             yield
             return
-        with self._turned(on=True), makers_seen():
+        with self._turned(on=True), makers_seen(), having(asker, value=Asker.USER):
             yield
-        self._take_in()
-        self._written.clear()
-        self._engine.adopt_assigned()
-        self._finish_copies()
+        with having(asker, Asker.ENGINE):
+            self._take_in()
+            self._written.clear()
+            self._engine.adopt_assigned()
+            self._finish_copies()
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Run code inside that a hook has called and that works with the shards."""
-        if not self.is_on:
-            yield
-            return
-        with self._turned(on=False):
-            self._take_in()
+        with having(asker, Asker.ENGINE), ExitStack() as inside:
+            if self.is_on:
+                inside.enter_context(self._turned(on=False))
+                self._take_in()
             yield
 
     @contextmanager
@@ -147,7 +147,7 @@ class WeightsInHooks(ModeInHooks):
         if _own_code_runs():
             self._bring_back(params)
             is_elsewhere = self._engine.split.groups_of_layers or self._engine.view.is_lent
-            is_cut = sees_parts.get() and is_elsewhere
+            is_cut = asker.get() is Asker.LAYER and is_elsewhere
             return self._on_shards(func, args, kwargs) if is_cut else func(*args, **kwargs)
         if func is torch.autograd.grad or name_of(func) == "swap_tensors":
             raise self._refused(func, params[0])
@@ -389,7 +389,7 @@ def _shaped(param: Tensor, shape: torch.Size) -> Tensor:
 
 def _own_code_runs() -> bool:
     """Whether a split layer's own forward calls, or code that sees parameters `as_they_are`."""
-    return sees_parts.get() or not sees_subclasses()
+    return not (user_asks() and sees_subclasses())
 
 
 _SHARDED = (AveragedGradient, ShardedTensor)

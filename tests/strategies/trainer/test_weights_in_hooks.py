@@ -144,6 +144,21 @@ def test_functions_of_layers_are_transformed_in_hooks(style: type[Hooked]) -> No
     assert_equal(fit(style, OF_GRADIENTS["zero3"]()), alone(style))
 
 
+class StatesInSteps(Hooked):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        state = self.blocks[0].layer.state_dict()
+        self.see(state["weight"].norm())
+        self.see(state["weight"].numel())
+        self.blocks[0].layer.load_state_dict({name: one * 0.9 for name, one in state.items()})
+        self.blocks[1].layer.register_parameter("bias", self.blocks[1].layer._parameters["bias"])
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_state_that_a_step_takes_is_full() -> None:
+    """It was that of this rank's parts."""
+    assert_equal(fit(StatesInSteps, tensor()), alone(StatesInSteps))
+
+
 class CallsBeforeAnUpdate(Hooked):
     @torch.no_grad()
     def on_before_optimizer_step(self, optimizer: Any) -> None:
