@@ -63,8 +63,10 @@ def mapping_in(path: str) -> dict[str, Any]:
 
 def configuration(path: str) -> str:
     """Return the path of a configuration of `fit`, or one that is written out as JSON."""
-    if not path.startswith("{"):
-        mapping_in(path)
+    held = {} if path.startswith("{") else mapping_in(path)
+    trainer = held.get("trainer")
+    if isinstance(trainer, (bool, int, float, list)):
+        raise ArgumentTypeError(f"{path!r} has trainer: {trainer}, expected a mapping of options")
     return path
 
 
@@ -78,7 +80,8 @@ def new_file(path: str) -> str:
         with TemporaryFile(dir=place.parent):
             pass
     except OSError as error:
-        raise ArgumentTypeError(f"{path!r} cannot be written: {error.strerror}") from error
+        why = "Not a directory" if isinstance(error, FileExistsError) else error.strerror
+        raise ArgumentTypeError(f"{path!r} cannot be written: {why}") from error
     if place.exists() and not os.access(place, os.W_OK):
         raise ArgumentTypeError(f"{path!r} cannot be written: it is read-only")
     return path

@@ -12,8 +12,11 @@ from typing import Any
 from lightning_shard.cli.parsers import LIGHTNINGS, TEXTS, parser_of
 from lightning_shard.core.extras import missing
 
-_PATHS = ("--config", "--ckpt_path", "--yaml", "--picture", "--measure", "--tensor-plan")
-_PATH_NAMES = ("source", "output", "path", "folder")
+_PATHS = (
+    *("--config", "--ckpt_path", "--yaml", "--picture", "--measure", "--machine"),
+    "--tensor-plan",
+)
+_PATH_NAMES = ("source", "output", "path", "folder", "run_folder", "others")
 
 
 def run(subcommand: str, given: Namespace) -> int:

@@ -12,11 +12,10 @@ from unittest.mock import patch
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.cli import LightningCLI
 from rich.console import Console
 from typing_extensions import override
 
-from lightning_shard.cli.shard_cli import NearestNamesParser, find_classes_here
+from lightning_shard.cli.shard_cli import ConfiguredCLI, find_classes_here
 from lightning_shard.errors import ConfigError
 from lightning_shard.planning.machine import machine_profile
 from lightning_shard.planning.plan import Plan
@@ -31,22 +30,21 @@ _ONE_CPU = (
 )
 
 
-class _Configured(LightningCLI):
+class _Configured(ConfiguredCLI):
     """A config's module, on meta unless asked otherwise, and its data."""
 
     def __init__(self, config: str, *, on_meta: bool) -> None:
         self._on_meta = on_meta
         super().__init__(
             args=[f"--config={config}", *_ONE_CPU],
-            subclass_mode_model=True,
-            subclass_mode_data=True,
             save_config_callback=None,
-            parser_class=NearestNamesParser,
+            parser_kwargs={"prog": "lightning-shard plan"},
             run=False,
         )
 
     @override
     def before_instantiate_classes(self) -> None:
+        super().before_instantiate_classes()
         self.parser.add_instantiator(self._instantiate_module, LightningModule, subclasses=True)
 
     def _instantiate_module(
@@ -56,7 +54,7 @@ class _Configured(LightningCLI):
             return module_class(*args, **kwargs)
 
 
-def _first_batch(cli: LightningCLI) -> Any:
+def _first_batch(cli: ConfiguredCLI) -> Any:
     source: Any = cli.datamodule if cli.datamodule is not None else cli.model
     if cli.datamodule is not None:
         source.prepare_data()

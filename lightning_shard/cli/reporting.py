@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_shard.core.reporting.page import write_report
+from lightning_shard.errors import ConfigError, ShardError
 
 
 def rows_by_name(rows: Iterable[tuple[str, str]]) -> Table:
@@ -21,5 +22,14 @@ def rows_by_name(rows: Iterable[tuple[str, str]]) -> Table:
 
 def run(subcommand: str, given: Namespace) -> int:
     """Run `report` and return the exit code."""
-    print(write_report(given.run_folder, given.output, given.others))
+    folders = ", ".join((given.run_folder, *given.others))
+    try:
+        print(write_report(given.run_folder, given.output, given.others))
+    except ShardError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"A record of {folders} is not as callbacks write it ({type(error).__name__}: {error})."
+            f" Report the run with the version that has trained it; --debug shows where."
+        ) from error
     return 0

@@ -11,31 +11,61 @@ from difflib import get_close_matches
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
-from traceback import print_exception
+from traceback import extract_tb, print_exception
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 from lightning_shard.checkpoint.conversion.source import open_source
 from lightning_shard.cli.arguments import check_configurations
+from lightning_shard.core.call_site import went_through_user_code
 from lightning_shard.core.extras import missing_in
-from lightning_shard.errors import CheckpointError, ConfigError, ShardError
+from lightning_shard.errors import CheckpointError, ConfigError
 
 
-class ShardCLI(LightningCLI):
-    """LightningCLI with any model and any data module, and `--debug`."""
+class ConfiguredCLI(LightningCLI):
+    """LightningCLI with any model and data module, which raises what a class's constructor raised.
+
+    jsonargparse tells of that in an error of its own about types, without a traceback.
+    """
 
     def __init__(self, **options: Any) -> None:
-        self._refusal: ShardError | None = None
+        self._raised: Exception | None = None
         super().__init__(
             subclass_mode_model=True,
             subclass_mode_data=True,
-            save_config_kwargs={"overwrite": True},
             parser_class=NearestNamesParser,
             **options,
         )
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        self.parser.add_instantiator(self._instantiate, object, subclasses=True)
+
+    @override
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            raised = self._raised or _of_user_code(error)
+            if raised is None:
+                raise
+            raise raised from None
+
+    def _instantiate(self, kind: type, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return kind(*args, **kwargs)
+        except Exception as error:
+            self._raised = error
+            raise
+
+
+class ShardCLI(ConfiguredCLI):
+    """Lightning's command line with this package's strategies, and `--debug`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(save_config_kwargs={"overwrite": True}, **options)
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -51,20 +81,11 @@ class ShardCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         check_configurations(parser.prog)
         super().parse_arguments(parser, args)
-        _check_checkpoint(self.config.get(self.config.get("subcommand", ""), {}).get("ckpt_path"))
-
-    @override
-    def before_instantiate_classes(self) -> None:
-        self.parser.add_instantiator(self._instantiate_strategy, Strategy, subclasses=True)
-
-    @override
-    def instantiate_classes(self) -> None:
-        try:
-            super().instantiate_classes()
-        except ValueError as error:
-            if self._refusal is None:
-                raise
-            raise self._refusal from error
+        given = self.config.get(self.config.get("subcommand", ""), self.config)
+        _check_strategy(given.get("trainer.strategy"))
+        if (number := given.get("trainer.accumulate_grad_batches", 1)) < 1:
+            raise ConfigError(f"got accumulate_grad_batches={number}, expected 1 or more.")
+        _check_checkpoint(given.get("ckpt_path"))
 
     def after_fit(self) -> None:
         """Refuse to end well, on one rank, where a fit was to train and its data had no batch."""
@@ -77,15 +98,13 @@ class ShardCLI(LightningCLI):
                 "data, at what filters it, and at drop_last where it is shorter than a batch."
             )
 
-    def _instantiate_strategy(
-        self, strategy_class: type[Strategy], *args: Any, **kwargs: Any
-    ) -> Strategy:
-        """Remember why a strategy refused its options: jsonargparse buries it in its own error."""
-        try:
-            return strategy_class(*args, **kwargs)
-        except ShardError as error:
-            self._refusal = error
-            raise
+
+def _check_strategy(name: Any) -> None:
+    """Refuse the misspelt path of a class, which is taken for the name of a strategy."""
+    module, _, last = str(name).rpartition(".")
+    names = dir(sys.modules[module]) if isinstance(name, str) and module in sys.modules else []
+    if advice := next(_nearest(last, names, f"names of {module}"), None):
+        raise ConfigError(f"--trainer.strategy={name}: {advice}.")
 
 
 def _check_checkpoint(path: Any) -> None:
@@ -114,9 +133,10 @@ def run() -> int:
 
 
 _VERSION = "pytorch-lightning_version"
+_LACKS_MODEL = re.compile(r"arguments are required: (?:\w+\.)?model$")
 _UNSAID = (
     *("Does not validate", "Subtypes:", "Errors:", "Given value type:", "Expected a path but"),
-    "Expected a <class 'NoneType'>",
+    *("Expected a <class 'NoneType'>", "Given value: Namespace(", "Given value: NestedArg("),
 )
 _AS_PYTHON_HAS_IT = re.compile(r"<class '(?:[\w.]+\.)?(\w+)'>|typing\.")
 _OF_CLASS = re.compile(r"class_path '([\w.]+)':\s+Option '([\w.]+)' is not accepted")
@@ -141,15 +161,17 @@ class NearestNamesParser(LightningArgumentParser):
         if ex is not None and "--debug" in sys.argv:
             print_exception(ex)
         command = self.prog.replace(" [options]", "")
-        told = "; ".join(advice) or _in_one_line(message)
+        told = "; ".join(advice) or _of_an_import(ex) or _in_one_line(message)
         self.exit(2, f"{command}: {told} (see {command} --help)\n")
 
     def _advice(self, message: str) -> Iterator[str]:
         yield from missing_in(message)
+        if _LACKS_MODEL.search(message):
+            yield "there is no model: give --model my_file.MyModel, or a --config that has one"
         for path, option in dict.fromkeys(_OF_CLASS.findall(message)):
             yield from _nearest(option, _options_of(path), f"options of {path}")
         for module, name in dict.fromkeys(_OF_MODULE.findall(message)):
-            yield from _nearest(name, vars(import_module(module)), f"names of {module}")
+            yield from _nearest(name, dir(import_module(module)), f"names of {module}")
         if not _OF_CLASS.search(message):
             for option in dict.fromkeys(_OF_COMMAND.findall(message)):
                 yield from _nearest(option, self._options(), "options")
@@ -159,19 +181,37 @@ class NearestNamesParser(LightningArgumentParser):
         return {key for one in parsers for key, _ in one.get_defaults().items()}
 
 
+def _of_user_code(error: BaseException | None) -> BaseException | None:
+    """Return what user code has raised, of which jsonargparse tells in an error of its own."""
+    while error is not None and not went_through_user_code(error):
+        error = error.__cause__
+    return error
+
+
+def _of_an_import(error: BaseException | None) -> str:
+    """Return what importing a module of the user's has raised, and where."""
+    raised = _of_user_code(error)
+    if raised is None:
+        return ""
+    at = extract_tb(raised.__traceback__)[-1]
+    return f"{type(raised).__name__} in {at.filename}, line {at.lineno}: {raised}"
+
+
 def _in_one_line(message: str) -> str:
     """Return what jsonargparse says of the innermost key: what was expected, and what was given."""
     innermost = message[max(message.rfind("Parser key"), 0) :]
     lines = [line.strip(" -") for line in innermost.splitlines()]
     until = next((at for at, line in enumerate(lines, 1) if line.startswith("Given value:")), None)
     said = [line for line in lines[:until] if line and not line.startswith(_UNSAID)]
-    return _AS_PYTHON_HAS_IT.sub(r"\1", "; ".join(said)).replace(":; ", ": ")
+    return _AS_PYTHON_HAS_IT.sub(r"\1", "; ".join(dict.fromkeys(said))).replace(":; ", ": ")
 
 
 def _nearest(name: str, known: Iterable[str], what: str) -> Iterator[str]:
     near = get_close_matches(name, known, n=3, cutoff=0.6)
     if near:
         yield f"{name!r} is unknown; the nearest {what}: {', '.join(near)}"
+    elif what.startswith("options of"):
+        yield f"{name!r} is unknown; the {what}: {', '.join(sorted(known))}"
 
 
 def _options_of(class_path: str) -> set[str]:

@@ -11,6 +11,7 @@ What changes the result of a step (local and asynchronous SGD, compression) is n
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
+from math import isqrt
 from typing import Any, Literal
 
 from lightning_shard.core.schemes import BY_STAGE, SCHEMES
@@ -199,4 +200,5 @@ def _schedules(made: PlanCandidate, num_blocks: int) -> Iterator[PlanCandidate]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
+    small = [one for one in range(1, isqrt(number) + 1) if number % one == 0]
+    return sorted({*small, *(number // one for one in small)})

@@ -8,9 +8,12 @@ import json
 from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
 from pathlib import Path
+from typing import Annotated, TypeAlias
 
+from lightning_shard.core.options import AtLeastOne, Limit, check_fields
 from lightning_shard.errors import ConfigError
 
+_AboveZero: TypeAlias = Annotated[float, Limit("above 0", lambda number: number > 0)]
 _PUBLISHED = files("lightning_shard.planning") / "machines"
 
 
@@ -37,15 +40,19 @@ class MachineProfile:
     name: str
     source: str
     device: str
-    devices_per_node: int
-    device_memory: int
-    flops_16: float
-    flops_32: float
-    memory_bytes_per_second: float
-    node_bytes_per_second: float
-    network_bytes_per_second: float
-    host_bytes_per_second: float
-    message_seconds: float
+    devices_per_node: AtLeastOne
+    device_memory: AtLeastOne
+    flops_16: _AboveZero
+    flops_32: _AboveZero
+    memory_bytes_per_second: _AboveZero
+    node_bytes_per_second: _AboveZero
+    network_bytes_per_second: _AboveZero
+    host_bytes_per_second: _AboveZero
+    message_seconds: _AboveZero
+
+    def __post_init__(self) -> None:
+        """Refuse figures that no machine has."""
+        check_fields(self)
 
     def flops(self, precision: str) -> float:
         """Return the operations a second of matrix products in a Lightning precision."""
@@ -92,4 +99,7 @@ def machine_profile(name_or_path: str | Path) -> MachineProfile:
             f"The machine profile {text!r} has entries too many or too few: "
             f"{', '.join(sorted(differing))}; expected exactly {', '.join(sorted(wanted))}."
         )
-    return MachineProfile(**entries)
+    try:
+        return MachineProfile(**entries)
+    except ConfigError as error:
+        raise ConfigError(f"The machine profile {text!r} is of no machine: {error}") from error

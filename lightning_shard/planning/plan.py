@@ -307,7 +307,7 @@ class Plan:
         memory, step = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
         chosen = [one is self.recommendation for one in rows]
         names = [
-            fill(f"recommended: {_named(one)}" if is_chosen else _named(one), 40)
+            fill(f"{'recommended: ' * is_chosen}{_unbroken(_named(one))}", 40)
             for one, is_chosen in zip(rows, chosen, strict=True)
         ]
         self._draw_memory(memory, rows)
@@ -346,6 +346,11 @@ class Plan:
             )
         axes.set_xlabel(f"{unit} on the fullest rank; {device}")
         axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+
+
+def _unbroken(label: str) -> str:
+    """Return a label whose lines end after commas alone, such as `dp 32 tp 2, 4 a forward`."""
+    return label.replace(" ", "\N{NO-BREAK SPACE}").replace(",\N{NO-BREAK SPACE}", ", ")
 
 
 def _named(one: Estimate) -> str:

@@ -36,6 +36,7 @@ from lightning_shard.tensor_parallel.trial import explained
 
 _ALIKE = 1.02  # times of estimates that say nothing about which is faster
 _TP_SIZES = (1, 2, 4, 8)
+_MOST_DEVICES = 1_000_000
 
 
 class LeftOut:
@@ -111,12 +112,15 @@ def plan(
     with explained(partial(_uncounted, module)):
         anatomy = Anatomy(module, batch, precision, tensor_plan)
     failed = LeftOut()
+    tp_sizes = _tp_sizes(anatomy, min(per_node, devices), failed)
+    if tensor_plan is not None and failed.lines() and tp_sizes == (1,):
+        raise ConfigError(f"The given tensor_plan splits nothing here. {failed.lines()[0]}")
     space = SearchSpace(
         num_ranks=devices,
         ranks_per_node=per_node,
         num_blocks=anatomy.num_blocks,
         global_batch=batch_size_of(batch) * devices if global_batch is None else global_batch,
-        tp_sizes=_tp_sizes(anatomy, min(per_node, devices), failed),
+        tp_sizes=tp_sizes,
         checkpointing=tuple(checkpointing) if anatomy.num_blocks else (None,),
         batch_size=batch_size,
         min_microbatch=anatomy.sizes[0],
@@ -330,10 +334,10 @@ def strategy_of(anatomy: Anatomy, made: PlanCandidate) -> Any:
 
 
 def _ranks_per_node(devices: int, nodes: int | None, profile: MachineProfile) -> int:
-    if devices < 1 or (nodes is not None and (nodes < 1 or devices % nodes)):
+    if not 1 <= devices <= _MOST_DEVICES or (nodes is not None and (nodes < 1 or devices % nodes)):
         raise ConfigError(
-            f"got {devices} devices on {nodes} nodes, expected at least one device, and as many on "
-            f"each node."
+            f"got {devices} devices on {nodes} nodes, expected 1 to {_MOST_DEVICES:,} devices, and "
+            f"as many on each node."
         )
     return devices // nodes if nodes is not None else min(devices, profile.devices_per_node)
 

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -130,6 +131,10 @@ class RankRecord:
 
 
 def _read(path: Path, *, trust: bool) -> Any:
+    if not is_zipfile(path):
+        raise CheckpointError(
+            f"{path} cannot be read: it is no whole archive. Record the step again."
+        )
     try:
         with torch.serialization.safe_globals(_OWN_CLASSES):
             return torch.load(path, map_location="cpu", weights_only=not trust)

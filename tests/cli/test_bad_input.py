@@ -4,9 +4,12 @@ command  x  what is wrong with a path, a number or a name  ->  exit code, words 
 """
 
 import json
+import math
 import os
+import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ import torch
 
 from lightning_shard.cli import main
 from lightning_shard.planning import search
+from lightning_shard.planning.machine import machine_profile
 from tests.core.reporting.runs import whole_run, write
 from tests.examples.commands import QUIET, REPOSITORY, ignoring_advice, set_arguments
 
@@ -40,6 +44,10 @@ READ = {
 }
 """By what is wrong with a YAML file what is said."""
 WRITTEN = {"folder": "is a folder, expected the path of a file", "/proc/x": "cannot be written: "}
+OTHER = {"rank": 0, "step": 1, "loss": 1.0}
+OURS = "lightning_shard"
+MONITOR = "lightning_shard.profiling.StepMonitor"
+OPTION = "--trainer.strategy.bucket_mb"
 LACKS = "is not installed: pip install 'lightning-shard"
 ROWS = [
     *(((*FIT[:1], f"--config={bad}"), 2, said) for bad, said in READ.items()),
@@ -91,6 +99,10 @@ ROWS = [
         for bad in ("0", "-1", "x", "1.5")
     ),
     ((*PLAN, "--nodes=3"), 1, "got 2 devices on 3 nodes"),
+    ((*PLAN[:2], "--devices=99999999999"), 1, "expected 1 to 1,000,000 devices"),
+    ((*PLAN, "--machine=numbers.json"), 1, "flops_16 must be a finite number above 0, got nan"),
+    ((*PLAN, "--tensor-plan=layers.yaml"), 1, "The plan's entry 'nowhere' matches no module"),
+    ((*PLAN, "--yaml=text/x.yaml"), 2, "cannot be written: Not a directory"),
     ((*PLAN, "--device-memory=x"), 2, "'x' is no size, expected 5GB or 500MiB"),
     ((*PLAN, "--precision=fp7"), 2, "--precision: invalid choice: 'fp7'"),
     (("doctor", "--backend=smoke"), 2, "--backend: invalid choice: 'smoke'"),
@@ -112,6 +124,64 @@ ROWS = [
     ((*FIT, "--trainer.num_nodes=0"), 1, "`num_nodes` must be a positive integer, but got 0"),
     ((*FIT, "--trainer.accelerator=abacus"), 1, "invalid accelerator name"),
     ((*FIT, "--trainer.strategy=quickly"), 1, "invalid strategy name: `strategy='quickly'`"),
+    (
+        (*FIT, "--trainer.strategy=zero9"),
+        1,
+        "got strategy='zero9', which is no strategy's name; the nearest",
+    ),
+    ((*FIT, f"--trainer.strategy={OURS}.ZeRO9Strategy"), 1, f"names of {OURS}: ZeRO3Str"),
+    ((*FIT, f"--trainer.strategy={OURS}.ZeRO3Strategy", f"{OPTION}=nan"), 2, "Expected a float"),
+    ((*FIT, f"--trainer.strategy={OURS}.ZeRO3Strategy", f"{OPTION}=-1"), 1, "got -1.0 of type"),
+    (
+        (*FIT, f"--trainer.callbacks={MONITOR}", "--trainer.callbacks.dirpath=x"),
+        2,
+        "the options of",
+    ),
+    ((*FIT, "--trainer.accumulate_grad_batches=0"), 1, "expected 1 or more"),
+    ((*FIT, "--trainer.max_steps=-5"), 1, "`max_steps` must be a non-negative integer"),
+    ((*FIT, "--trainer.max_steps=nan"), 2, 'key "trainer.max_steps": Expected a int'),
+    ((*FIT, "--trainer.limit_train_batches=2.5"), 1, "invalid value 2.5 for limit_train_batches"),
+    ((*FIT, "--trainer.accelerator=gpu"), 1, "No supported gpu backend found"),
+    ((*FIT, "--seed_everything=-1"), 1, "-1 is not in bounds"),
+    ((*FIT, "--ckpt_path=text/x.ckpt"), 1, "There is no checkpoint 'text/x.ckpt'"),
+    ((*FIT, "--ckpt_path=nowhere://x"), 1, "Protocol not known: nowhere"),
+    ((*FIT, "surplus"), 2, "unrecognized arguments: surplus"),
+    *(((one,), 2, "there is no model: give --model") for one in ("fit", "prove")),
+    (("plan", "--config={}", "--devices=2"), 2, "there is no model: give --model"),
+    *(
+        ((*command, "--config=number.yaml"), 2, "has trainer: 3, expected a mapping")
+        for command in (("fit",), ("prove",), ("plan", "--devices=2"))
+    ),
+    *(
+        ((*command, "--model=raises.Net"), 2, "raises.py, line 2: I am broken")
+        for command in (FIT, ("prove",))
+    ),
+    ((*FIT, "--model=imports.Net"), 2, "imports.py, line 1: No module named 'nowhere'"),
+    ((*FIT, "--model=syntax.Net"), 2, "invalid syntax (syntax.py, line 1)"),
+    ((*FIT, "--model=bad_models.Nothing"), 2, "not correspond to a subclass of LightningModule"),
+    ((*FIT, "--data=bad_models.NoLoader"), 2, "not correspond to a subclass of LightningDataModu"),
+    ((*FIT, "--model=bad_models.Needs"), 2, "the following arguments are required: width"),
+    (("prove", DIGITS, "--trainer.strategy=ddp"), 2, "prove got the strategy 'ddp'"),
+    (("prove", DIGITS, "--shrink=99"), 2, "shrink=99 found no ModuleList"),
+    *(
+        (
+            ("replay", f"{bad}_step", DIGITS),
+            2,
+            "rank-00000.pt cannot be read: it is no whole archive",
+        )
+        for bad in ("text", "binary", "empty")
+    ),
+    (("report", "run", "missing"), 1, "missing has no monitor/rank_*.jsonl"),
+    (("report", "run", "empty_run"), 1, "have no record that can be read"),
+    (
+        ("report", "other_run"),
+        1,
+        "A record of other_run is not as callbacks write it (KeyError: 's",
+    ),
+    (("consolidate", "weights.ckpt", "full"), 1, "a folder of this name holds other files"),
+    (("describe", "weights.ckpt", "more"), 2, "unrecognized arguments: more"),
+    (("doctor", "--network=-3GB"), 2, "'-3GB' is no size"),
+    (("",), 2, "invalid choice: ''"),
     ((*FIT, "--model=nowhere.Net"), 2, "class_path 'nowhere.Net': No module named 'nowhere'"),
     ((*FIT, "--model=lacks_sklearn.Net"), 2, f"sklearn {LACKS}[examples]'"),
     ((*FIT[:1], "--model=bad_models.LacksPeft", *FIT[2:]), 1, f"peft {LACKS}[hf]'"),
@@ -133,6 +203,8 @@ class NoLoader(L.LightningModule):
         self.layer = torch.nn.Linear(2, 2)
     def training_step(self, batch, index): return self.layer(batch[:, :1]).sum()
     def configure_optimizers(self): return torch.optim.SGD(self.parameters(), 0.1)
+class Needs(NoLoader):
+    def __init__(self, width: int): raise ValueError("width must be even")
 class LacksPeft(NoLoader):
     def __init__(self): raise ModuleNotFoundError("No module named 'peft'")
 class Raises(NoLoader):
@@ -162,10 +234,23 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "lacks_sklearn.py": "raise ModuleNotFoundError(\"No module named 'sklearn'\")",
         "empty_data.yaml": "seed_everything: 0\nmodel: bad_models.Empty\n",
         "key.yaml": "trainer: {max_epoks: 3}\nmodel: bad_models.NoLoader\n",
+        "number.yaml": "trainer: 3\nmodel: bad_models.NoLoader\n",
+        "layers.yaml": "nowhere: colwise\n",
+        "numbers.json": json.dumps({**asdict(machine_profile("cpu")), "flops_16": math.nan}),
+        "raises.py": "x = 1\nraise RuntimeError('I am broken')\n",
+        "imports.py": "import nowhere\n",
+        "syntax.py": "def f(:\n",
+        "full/other": "of somebody",
+        "empty_run/monitor/rank_00000.jsonl": "",
+        "other_run/monitor/rank_00000.jsonl": json.dumps({"time": 1.0, "kind": "step"} | OTHER),
     }
     for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "binary").write_bytes(bytes(range(256)))
+    for name in ("text", "binary", "empty"):
+        (folder / f"{name}_step").mkdir()
+        shutil.copy(folder / name, folder / f"{name}_step" / "rank-00000.pt")
     torch.save({"state_dict": {"a": torch.ones(3)}}, folder / "weights.ckpt")
     whole = (folder / "weights.ckpt").read_bytes()
     (folder / "corrupt.ckpt").write_bytes(whole[: len(whole) // 2])
@@ -256,6 +341,16 @@ def test_debug_shows_the_traceback_of_each_refusal(
 def test_an_error_in_user_code_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
         ended(monkeypatch, "fit", "--model=bad_models.Raises", *FIT[2:])
+    assert any(entry.path.name == "bad_models.py" for entry in raised.traceback)
+
+
+@pytest.mark.parametrize("command", ["fit", "prove"])
+def test_what_the_constructor_of_a_model_raises_passes_through(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came as an error about types in one line, `Does not validate against any of the Union`."""
+    with pytest.raises(ValueError, match=r"^width must be even$") as raised:
+        ended(monkeypatch, command, "--model=bad_models.Needs", "--model.width=3", *FIT[2:])
     assert any(entry.path.name == "bad_models.py" for entry in raised.traceback)
 
 

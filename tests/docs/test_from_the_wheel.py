@@ -1,4 +1,4 @@
-"""README, first training and walkthrough, followed to the letter from the built wheel alone.
+"""README, first pages, walkthrough and recipes, followed to the letter from the built wheel alone.
 
 Each Python that the project allows gets a fresh environment, in which there are the wheel and the
 extras that the pages' own commands install. `make test-wheel` takes all of them, and fails for one
@@ -12,16 +12,20 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, blocks
+from tests.docs.pages import ROOT, blocks, quotes, tables
 from tests.docs.test_walkthrough import PAGE, follow, steps, words
+from tests.examples.test_recipes import PAGE as RECIPES
+from tests.examples.test_recipes import check_figures, recipes
 from tests.test_readme import CONSTRAINTS, PYTHONS
 
 OWN = "{}.{}".format(*sys.version_info)
 CASES = [pytest.param(one, marks=[pytest.mark.wheel] if one != OWN else []) for one in PYTHONS]
+OF_OTHER_TEXTS = 0.15  # what recipes learn from is CPython's documentation, each release's own
 _INSTALLATION = re.compile(r"pip install '?\.(\[[\w,]+\])?'?")
 _OF_PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
 
@@ -45,13 +49,32 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-@pytest.fixture
-def reader(tmp_path: Path) -> Iterator[Path]:
-    """Make a folder with what a checkout has beside the package; its environment is large."""
+@dataclass(frozen=True)
+class Reader:
+    """A folder with what a checkout has beside the package, and an environment without it."""
+
+    folder: Path
+
+    def types(self, command: str) -> str:
+        """Run a command in the environment; return what it prints."""
+        found = f"{self.folder / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        own = {"PATH": found, "PYTHONPATH": "", "PIP_CONSTRAINT": str(CONSTRAINTS)}
+        return follow(command, self.folder, **own)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def reader(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Reader]:
+    """Make a reader with one of the Pythons; its environment is large, and goes afterwards."""
+    python = interpreter(request.param)
+    assert python is not None, f"this machine has no Python {request.param}"
+    folder = tmp_path_factory.mktemp("reader")
     for name in ("examples", "configs"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    yield tmp_path
-    shutil.rmtree(tmp_path)
+        shutil.copytree(ROOT / name, folder / name)
+    subprocess.run([python, "-m", "venv", folder / ".venv"], check=True)
+    yield Reader(folder)
+    shutil.rmtree(folder)
 
 
 def commands(page: str) -> Iterator[str]:
@@ -85,25 +108,34 @@ def test_the_pages_install_what_their_commands_need() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("version", CASES)
-def test_the_pages_are_followed(version: str, wheel: Path, reader: Path) -> None:
+def test_the_pages_are_followed(reader: Reader, wheel: Path) -> None:
     """What the commands needed came with the extras of developers: safetensors, scikit-learn."""
-    python = interpreter(version)
-    assert python is not None, f"this machine has no Python {version}: its pages are not followed"
-    subprocess.run([python, "-m", "venv", reader / ".venv"], check=True)
-    own = {
-        "PATH": f"{reader / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": "",
-        "PIP_CONSTRAINT": str(CONSTRAINTS),
-    }
     done = set[str]()
     for page in ("README.md", "docs/start.md"):
         for line in commands(page):
             command = line.split("  ")[0]
             if command not in done:
-                follow(installing(wheel, line).replace("some.ckpt", newest(reader)), reader, **own)
+                told = installing(wheel, line).replace("some.ckpt", newest(reader.folder))
+                reader.types(told)
                 done.add(command)
-        (reader / "page.py").write_text("\n".join(one.source for one in blocks(page, "python")))
-        follow("python page.py", reader, **own)
+        program = "\n".join(one.source for one in blocks(page, "python"))
+        (reader.folder / "page.py").write_text(program)
+        reader.types("python page.py")
     for command, expected in steps():
-        assert words(follow(command, reader, **own)) == words(expected), command
+        assert words(reader.types(command)) == words(expected), command
+
+
+def needs() -> Iterator[tuple[str, str]]:
+    """Yield each recipe's name, and what its row of the page tells to install."""
+    (table,) = (one for one in tables(RECIPES) if one.head[0] == "recipe")
+    for _, file, packages in table.rows:
+        yield Path(quotes(file)[0]).stem, " ".join(quotes(packages))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_recipes_are_followed(reader: Reader, wheel: Path) -> None:
+    for name, packages in needs():
+        reader.types(f"pip install '{wheel}' {packages}")
+        command, shown = recipes()[name]
+        check_figures(reader.types(command), shown, OF_OTHER_TEXTS)

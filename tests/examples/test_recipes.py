@@ -55,11 +55,11 @@ def recipes() -> dict[str, tuple[str, str]]:
     }
 
 
-def check_figures(printed: str, shown: str) -> None:
+def check_figures(printed: str, shown: str, tolerance: float = TOLERANCE) -> None:
     """Compare word for word, and number for number within the tolerance."""
     assert words(printed) == words(shown), printed
     found, expected = ([float(one) for one in _NUMBER.findall(text)] for text in (printed, shown))
-    assert found == pytest.approx(expected, rel=TOLERANCE, abs=0.01), printed
+    assert found == pytest.approx(expected, rel=tolerance, abs=0.01), printed
 
 
 def run_here(monkeypatch: pytest.MonkeyPatch, command: str, folder: Path) -> None:

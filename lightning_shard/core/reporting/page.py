@@ -80,13 +80,16 @@ def verdict(run: RunRecords) -> str:
     if total := sum(parts.values()):
         waiting = sum(one for name, one in parts.items() if name.startswith("waiting"))
         said = [f"{parts['compute'] / total:.0%} compute", f"{waiting / total:.0%} waiting"]
-        slow = " and ".join(str(one.rank) for one in figures.stragglers(run))
-        said.append(f"the others wait for rank {slow}" if slow else "no straggler")
+        slow = [str(one.rank) for one in figures.stragglers(run)]
+        ranks = f"rank{'s' * (len(slow) > 1)} {' and '.join(slow)}"
+        said.append(f"the others wait for {ranks}" if slow else "no straggler")
     held = [(sum(map(one.of, PERSISTENT)), one.expected) for one in memory_of_ranks(run)]
     wanted = [(own, sum(map(dict(of).get, PERSISTENT, (0.0,) * 3))) for own, of in held if of]
     if apart := [abs(own / expected - 1) for own, expected in wanted if expected]:
         said.append(f"memory within {max(apart):.1%} of the dry run")
-    if len(losses) > 1:
+    if losses and (lost := [step for step in figures.steps_of(run) if step > losses[-1][0]]):
+        said.append(f"loss is no number from step {lost[0]} on")
+    elif len(losses) > 1:
         tenth = -(-len(losses) // 10)
         first, last = (median(y for _, y in some) for some in (losses[:tenth], losses[-tenth:]))
         verb = "falls" if last < first else "rises" if last > first else "stays"

@@ -162,11 +162,18 @@ def test_sections_without_figures_are_left_out_and_named(tmp_path: Path) -> None
 def test_the_verdict_is_said_first(full: str, tmp_path: Path) -> None:
     (said,) = re.findall(r'<p class="verdict">(.*?)</p>', full)
     assert said.startswith(
-        "62% compute; 16% waiting; the others wait for rank 2 and 3; memory within "
+        "62% compute; 16% waiting; the others wait for ranks 2 and 3; memory within "
     )
     assert said.endswith("; loss falls from 5.25 to 1.25.")
     assert full.index(said) < full.index("<section")
     assert "verdict" not in page(tmp_path / "begun", [fit(0)]).split("<body>")[1]
+
+
+def test_the_verdict_says_from_which_step_on_the_loss_is_no_number(tmp_path: Path) -> None:
+    """NaN is written as null, and a loss that was NaN in the end was said to fall."""
+    losses = (3.0, 2.0, None, None)
+    records = [fit(0), *(step(0, n, loss=one) for n, one in enumerate(losses, 1))]
+    assert "; loss is no number from step 3 on." in page(tmp_path, records)
 
 
 def test_learning_rate_and_gradient_norm_are_drawn(tmp_path: Path) -> None:
