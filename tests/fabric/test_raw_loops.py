@@ -59,6 +59,27 @@ def test_gradients_are_read_and_edited_and_zeroed(stage: str, set_to_none: bool)
 
 @pytest.mark.few_cases(1)
 @each_stage
+@pytest.mark.parametrize("way", ["in place", "set", "set later"])
+def test_gradients_are_changed_by_weights_in_a_graph(stage: str, way: str) -> None:
+    """Stage 3 made the weights full, and torch refused to write or set gradients then."""
+
+    def step(fabric: Fabric, model: Any, optimizer: Any, number: int) -> Any:
+        optimizer.zero_grad()
+        fabric.backward(model(batch_of(fabric, number)).square().mean())
+        for param in model.parameters():
+            halved = param.grad * 0.5
+            if way == "in place":
+                param.grad.addcmul_(param, param, value=0.1).add_(param, alpha=0.1)
+            else:
+                decay = 0.1 * param
+                param.grad = halved + decay if way == "set" else halved
+        optimizer.step()
+
+    compare(stage, step)
+
+
+@pytest.mark.few_cases(1)
+@each_stage
 def test_a_penalty_on_the_parameters_has_a_gradient(stage: str) -> None:
     def step(fabric: Fabric, model: Any, optimizer: Any, number: int) -> Any:
         optimizer.zero_grad()

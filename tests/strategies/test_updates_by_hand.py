@@ -132,6 +132,7 @@ class ByHand(Decoder):
 
     update: Callable[[Any], Any]
     steps: bool
+    graph = False
 
     def build(self) -> None:
         self.automatic_optimization = False
@@ -141,7 +142,7 @@ class ByHand(Decoder):
         optimizer.zero_grad()
         loss = super().training_step(batch, batch_idx)
         self.manual_backward(loss)
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.graph):
             for param in self.parameters():
                 type(self).update(param)
         if self.steps:
@@ -164,6 +165,15 @@ def test_a_step_updates_weights_by_their_gradients(name: str, scheme: str) -> No
 def test_a_step_changes_gradients_by_the_weights(name: str, scheme: str) -> None:
     """A layer's bias behind a sum, which each rank has, lost what was added to its gradient."""
     own = {"update": staticmethod(GRADIENTS[name]), "steps": True}
+    assert_as_alone(type("Hand", (ByHand,), own), scheme)
+
+
+@pytest.mark.few_cases(2)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_step_changes_gradients_by_the_weights_in_a_graph(name: str, scheme: str) -> None:
+    """Without `no_grad` weights became full under stage 3, and torch refused to set gradients."""
+    own = {"update": staticmethod(GRADIENTS[name]), "steps": True, "graph": True}
     assert_as_alone(type("Hand", (ByHand,), own), scheme)
 
 

@@ -42,6 +42,7 @@ from lightning_shard.core.layout import (
     build_layout,
     build_owned_layout,
 )
+from lightning_shard.core.tensor_calls import SET_OWN_DATA
 from lightning_shard.data_parallel.compression.quantized_gather import (
     QuantizedArrival,
     QuantizedGather,
@@ -74,7 +75,6 @@ from lightning_shard.data_parallel.views.sharded_parameter import (
 )
 from lightning_shard.data_parallel.views.tensor_properties import (
     OWN_GRAD,
-    SET_DATA,
     SET_OWN_GRAD,
     unrecorded,
 )
@@ -434,7 +434,7 @@ class FlatParameters:
     def _point(self, indices: Sequence[int], views: Sequence[Tensor]) -> None:
         lifted = self.stand_ins.lift(indices)
         for index, view in zip(indices, views, strict=True):
-            SET_DATA(self.params[index], view)
+            SET_OWN_DATA(self.params[index], view)
         self.stand_ins.put(lifted)
 
     @as_they_are

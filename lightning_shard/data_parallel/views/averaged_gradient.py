@@ -111,12 +111,16 @@ class AveragedGradient(SeesCalls, SeesOperations):
 
     @staticmethod
     def __new__(
-        cls, like: Tensor, note: GradientNote, own: ShardedTensor | None = None
+        cls,
+        like: Tensor,
+        note: GradientNote,
+        own: ShardedTensor | None = None,
+        shape: torch.Size | None = None,
     ) -> "AveragedGradient":
-        """Make one of the shape, format and device of `like`."""
+        """Make one of the format, device and, unless there is another, the shape of `like`."""
         with torch._C.DisableTorchFunctionSubclass():
             stand_in: AveragedGradient = Tensor._make_wrapper_subclass(
-                cls, like.shape, dtype=like.dtype, device=like.device
+                cls, like.shape if shape is None else shape, dtype=like.dtype, device=like.device
             )
         stand_in.note, stand_in.own = note, own
         return stand_in
@@ -297,12 +301,16 @@ def _with_operands(given: Any, name: str, found: _Found, like: AveragedGradient)
 
 
 def _shown(result: ShardedTensor, found: _Found) -> Tensor:
-    """Return the gradient that user code has changed in place, or a new one with the result."""
+    """Return the gradient that user code has changed in place, or a new one with the result.
+
+    A new one has the shape of the full parameter, which may be here by the time that it is put into
+    `.grad`; a parameter in shards takes either shape.
+    """
     for gradient, sharded in found:
         if result is sharded:
             return gradient
         if result.spread is sharded.spread and result.shape == sharded.spread.shape:
-            return AveragedGradient(gradient, gradient.note, result)
+            return AveragedGradient(gradient, gradient.note, result, sharded.spread.own_shape)
     return result
 
 

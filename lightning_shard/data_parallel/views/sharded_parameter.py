@@ -34,6 +34,7 @@ from lightning_shard.core.tensor_calls import (
     Exchanged,
     Function,
     Kwargs,
+    changed_by,
     found_in,
     functions,
     map_only,
@@ -327,7 +328,10 @@ def _in_shards(
         return _set_gradient(args[0], args[1])
     if (name := name_of(func)) in NEEDS_FULL:
         raise pickling_refused(_home_of(params[0]).spread.name, name)
-    recorded = torch.is_grad_enabled() and func not in _NOT_RECORDED
+    is_of_gradient = any(
+        isinstance(one, AveragedGradient) for one in changed_by(func, args, kwargs)
+    )
+    recorded = torch.is_grad_enabled() and func not in _NOT_RECORDED and not is_of_gradient
     trained = [param for param in params if recorded and param.requires_grad]
     if trained and all(_home_of(param).bring_for_user() for param in trained):
         return computed(func, args, kwargs)  # they are full now; what else is in shards comes too

@@ -10,14 +10,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_shard.core.tensor_calls import SET_OWN_DATA
-
 _TENSOR: Any = Tensor  # whose properties are descriptors, which type checkers do not know
 OWN_GRAD: Callable[[Tensor], Tensor | None] = _TENSOR.grad.__get__
 SET_OWN_GRAD: Callable[[Tensor, Tensor | None], None] = _TENSOR.grad.__set__
 REQUIRES_GRAD: Callable[[Tensor], bool] = _TENSOR.requires_grad.__get__
 IS_SPARSE: Callable[[Tensor], bool] = _TENSOR.is_sparse.__get__
-SET_DATA = SET_OWN_DATA
 VERSION: Callable[[Tensor], int] = _TENSOR._version.__get__
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
