@@ -127,9 +127,9 @@ def _refusal(name: str, *, is_of_expert: bool) -> str:
             f"them from a checkpoint."
         )
     return (
-        f"A step or hook reads elements of {name!r} outside of autograd, but they are in shards on "
-        f"several ranks, which a pipeline does not bring here at the same time; expected "
-        f"zero_stage=2 or less, where hooks see all weights full."
+        f"A step or hook reads elements of {name!r} outside of autograd, or calls its layer, but "
+        f"they are in shards on several ranks, which a pipeline does not bring here at the same "
+        f"time; expected zero_stage=2 or less, where hooks see all weights full."
     )
 
 

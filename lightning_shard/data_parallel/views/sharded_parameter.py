@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.core.call_site import reading
-from lightning_shard.core.states import user_asks
+from lightning_shard.core.states import Asker, asker, user_asks
 from lightning_shard.core.tensor_calls import (
     GET_DATA,
     OF_FORMAT,
@@ -273,8 +273,10 @@ class ShardedParameter(nn.Parameter):
                 return func(*given[0], **given[1])
             params = found_in(ShardedParameter, given)
             meets_shards = any(issubclass(one, _SHARDS) for one in types)
-            is_full = meets_shards or _home_of(params[0]).user_code.runs
-            if not (is_full and user_asks()):
+            home = _home_of(params[0])
+            if asker.get() is Asker.LAYER and home.spread.own_shape is None:
+                home.spread.refuse_apart()
+            if not (user_asks() and (meets_shards or home.user_code.runs)):
                 return func(*given[0], **given[1])
             if any(_KEPT in vars(param) for param in params):
                 given = _as_seen(given)

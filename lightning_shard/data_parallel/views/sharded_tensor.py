@@ -70,7 +70,7 @@ class Spread:
     @property
     def groups(self) -> Sequence[Collectives]:
         """Groups over which partial results are combined, one after the other."""
-        self._check()
+        self.refuse_apart()
         return (*self.shard_groups(), *self.split.groups_of(self.param))
 
     @property
@@ -114,7 +114,8 @@ class Spread:
                 return tensor.new_empty(self.param.shape)
             return self.split.local(self.param, tensor)
 
-    def _check(self) -> None:
+    def refuse_apart(self) -> None:
+        """Raise where the ranks do not come here together."""
         if self.refusal:
             raise ConfigError(self.refusal)
 
@@ -127,7 +128,7 @@ class Spread:
     @torch.no_grad()
     def join(self, local: Tensor) -> Tensor:
         """Return the full tensor of the ranks' parts; each rank must call."""
-        self._check()
+        self.refuse_apart()
         local = local.to(self.device)
         own = local.clone()
         if self.own_shape is not None and self.bounds is not None:

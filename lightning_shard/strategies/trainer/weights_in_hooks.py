@@ -107,6 +107,7 @@ class WeightsInHooks(ModeInHooks):
             if self.is_on:
                 inside.enter_context(self._turned(on=False))
                 self._take_in()
+                inside.enter_context(self._engine.view.suspended())
             yield
 
     @contextmanager

@@ -117,6 +117,11 @@ class GoesBackward(Calls):
             self.see(torch.autograd.grad(value, [x])[0].norm())
 
 
+class AStep(Calls):
+    def calls(self) -> None:
+        self.see(self.trainer.strategy.training_step([X.view(6, 4)], 0))
+
+
 STYLES: list[type[Calls]] = [
     ALayer,
     LayersAgain,
@@ -158,6 +163,24 @@ def split(stage: int) -> HybridParallelStrategy:
     )
 
 
+@pytest.mark.parametrize("style", [ALayer, pytest.param(EditsAfterwards, marks=pytest.mark.slow)])
+def test_calls_of_layers_in_shards_of_other_stages_are_refused(style: type[Calls]) -> None:
+    """Torch said that a matrix was expected."""
+    strategy = HybridParallelStrategy(
+        backend="in_process",
+        num_ranks=8,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+        num_microbatches=2,
+        zero_stage=3,
+        plan=PLAN,
+    )
+    with pytest.raises(
+        ConfigError, match=r"'net\.blocks\.0\.layer\.weight' .*, or calls its layer"
+    ):
+        fit(in_hook(style, "on_train_batch_end"), strategy)
+
+
 alone: Any = cache(lambda style, hook: fit(in_hook(style, hook)))
 SLOW = pytest.mark.slow
 STAGES = [3, *(pytest.param(stage, marks=SLOW) for stage in (2, 1, 0))]
@@ -176,6 +199,20 @@ CASES = [
 def test_weights_look_full_after_calls_in_hooks(style: type[Calls], hook: str, stage: int) -> None:
     """Under stage 3 they were this rank's part for the rest of the hook."""
     assert_equal(fit(in_hook(style, hook), split(stage)), alone(style, hook))
+
+
+@pytest.mark.parametrize(
+    ("hook", "stage"),
+    [
+        ("on_before_optimizer_step", 2),
+        pytest.param("on_before_optimizer_step", 1, marks=SLOW),
+        pytest.param("on_before_optimizer_step", 3, marks=SLOW),
+        pytest.param("on_train_batch_end", 3, marks=SLOW),
+    ],
+)
+def test_a_step_in_a_hook_has_full_weights(hook: str, stage: int) -> None:
+    """Before an update torch said that a matrix was expected."""
+    assert_equal(fit(in_hook(AStep, hook), split(stage)), alone(AStep, hook))
 
 
 @SLOW
