@@ -296,8 +296,7 @@ class FlatParameters:
         self.groups, self.memory = groups, FlatMemory(groups.shard)
         self.master_dtype = master_dtype = self.params[0].dtype
         self._is_here = True  # of parameters in common, which have memory at all times
-        self.is_away = copier is not None and not keeps_shard
-        self.is_split = is_split
+        self.is_away, self.is_split = copier is not None and not keeps_shard, is_split
         self.shard_index = groups.shard.rank if stage > 0 else 0
         shapes = [(name, tuple(param.shape)) for name, param in named_params]
         num_shards = groups.shard.size if stage > 0 else 1
