@@ -459,6 +459,8 @@ class EngineSetup(RunPart):
         self._explain_shards(callbacks)
         self.in_hooks.enter_context(shared_loggers())
         self._show_weights(callbacks)
+        for around in self.run.same_bits.around_hooks(callbacks):
+            self.in_hooks.enter_context(around)
 
     def _average_of_shards(self, callback: Averaging) -> AverageOfShards:
         strategy = self.strategy

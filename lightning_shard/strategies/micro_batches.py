@@ -26,6 +26,7 @@ from lightning_shard.elastic.data_loaders import replace_samplers
 from lightning_shard.errors import ConfigError
 
 TRAINING, EVALUATION, UPDATE, EPOCH_END, BATCH_START = range(5)
+AFTER_BACKWARD, OPTIMIZER_STEP, EPOCH_START = range(5, 8)
 
 
 class NumberedSamples(list[Any]):

@@ -7,6 +7,7 @@ begins with those of the step's beginning; means of what is logged are exact.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -20,8 +21,11 @@ from lightning_shard.data_parallel.torch_private import BatchNorm
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.dimensions.dimension import RunView
 from lightning_shard.strategies.micro_batches import (
+    AFTER_BACKWARD,
     BATCH_START,
+    EPOCH_START,
     EVALUATION,
+    OPTIMIZER_STEP,
     TRAINING,
     Dealing,
     begin_random_numbers,
@@ -29,6 +33,13 @@ from lightning_shard.strategies.micro_batches import (
 )
 from lightning_shard.strategies.parts import RunPart
 from lightning_shard.strategies.trainer.exact_means import ExactMeans, Logged
+from lightning_shard.strategies.trainer.hook_advice import hooks_inside
+
+_DRAWING_HOOKS = {
+    "on_after_backward": AFTER_BACKWARD,
+    "optimizer_step": OPTIMIZER_STEP,
+    "on_train_epoch_start": EPOCH_START,
+}
 
 
 class SameBits(RunPart):
@@ -38,6 +49,7 @@ class SameBits(RunPart):
         super().__init__(run)
         self._means = ExactMeans()
         self._present: tuple[int, ...] = ()  # what the random numbers of the present batch follow
+        self._drawn_for: tuple[int, ...] = ()  # the hook that has begun random numbers last
 
     @contextmanager
     def in_run(self, trainer: "pl.Trainer") -> Iterator[None]:
@@ -142,8 +154,16 @@ class SameBits(RunPart):
             )
 
     def check_batches(self) -> None:
-        """Refuse an epoch whose last step has fewer micro-batches than the others."""
+        """Refuse an epoch whose last step has fewer micro-batches, and what counts a rank's own."""
         num_batches, own = self.run.trainer.num_training_batches, self._num_own()
+        for one in self.strategy.lr_scheduler_configs:
+            if one.interval == "step" and one.frequency > 1:
+                raise self.error(
+                    f"{type(one.scheduler).__name__} steps every {one.frequency} batches of a "
+                    f"rank, which has fewer on more ranks, expected a frequency of 1. Let its own "
+                    f"rule count steps, as LambdaLR(optimizer, lambda step: f(step // "
+                    f"{one.frequency}))."
+                )
         if num_batches == float("inf") or num_batches % own:
             raise self.error(
                 f"each rank has {num_batches} batches of an epoch, so that its last step has fewer "
@@ -169,8 +189,14 @@ class SameBits(RunPart):
         """Begin a micro-batch with its own random numbers, and with the step's buffers."""
         trainer, ranks = self.run.trainer, self.strategy.data_collectives
         own, index = self._num_own(), self._index
-        place = self.dealing().place(index)
+        place, before = self.dealing().place(index), self._present
         self._begin_batch(TRAINING, trainer.global_step, place)
+        if self._present == before and own * ranks.size > 1:
+            raise self.error(
+                f"{type(trainer.optimizers[0]).__name__} runs its closure again, and with it each "
+                f"rank's last micro-batch alone, expected one run in a step. Use an optimizer that "
+                f"takes gradients as they are."
+            )
         number = self.run.hooks.num_micro_batches()
         in_batch = self._num_in_batch
         divisor = None if in_batch == 1 else ranks.size * own * in_batch
@@ -204,9 +230,23 @@ class SameBits(RunPart):
             number, device = self.run.trainer.global_step, self.strategy.root_device
             begin_random_numbers(kind, number, device=device)
 
+    def around_hooks(self, callbacks: Sequence[Any]) -> Iterator[AbstractContextManager[None]]:
+        """Yield what lets random numbers of hooks within a step follow the step's number."""
+        for name, kind in _DRAWING_HOOKS.items() if self.is_on else ():
+            around = partial(self._in_hook, kind)
+            yield hooks_inside(around, self.run.module, callbacks, only=(name,))
+
+    @contextmanager
+    def _in_hook(self, kind: int) -> Iterator[None]:
+        place = kind, self.run.trainer.global_step, self._index
+        if place != self._drawn_for:  # else another's hook goes on where that one has ended
+            self.begin_hooks(kind)
+        self._drawn_for = place
+        yield
+
     def begin_batch(self) -> None:
-        """Begin random numbers anew for the hooks before the first batch of a step."""
-        if self.is_on and self.run.trainer.training and (self._index + 1) % self._num_own() == 0:
+        """Begin random numbers anew for the hooks before a batch."""
+        if self.is_on and self.run.trainer.training:
             self.begin_hooks(BATCH_START)
 
     def end_update(self) -> None:

@@ -1,7 +1,7 @@
 """One checksum of a training with `same_bits=True`, whichever ranks, scheme, backend and loop.
 
 python -m tests.strategies.same_bits_table [--models cnn gpt llama] [--precisions 32-true ...]
-    [--backends in_process gloo shm] [--steps 50]
+    [--backends in_process gloo shm] [--schemes 'hybrid 3' ...] [--steps 50]
 
 A step has 8 micro-batches, AdamW, clipping at 1 and a warm-up. Ranks of one process train without
 a break; then, and over each backend of processes, every scheme trains the first half on some ranks
@@ -157,8 +157,8 @@ def fit(job: Job) -> list[Any]:
         log_every_n_steps=1,
         callbacks=[ModelCheckpoint(job.folder, filename="{step}", **saves)],
     )
-    module = MODELS[job.model]()
-    loader = DataLoader(data_of(module), batch_size=BATCH * in_batch, shuffle=True)
+    module, data = module_and_data(job.model)
+    loader = DataLoader(data, batch_size=BATCH * in_batch, shuffle=True)
     trainer.fit(module, loader, ckpt_path=job.resumed)
     if not trainer.is_global_zero:
         return []
@@ -171,7 +171,7 @@ def fit(job: Job) -> list[Any]:
 def loop(fabric: Fabric, job: Job) -> list[Any]:
     """Train in a loop of Fabric's; return the same."""
     own = MICRO_BATCHES // fabric.world_size
-    module = MODELS[job.model]()
+    module, data = module_and_data(job.model)
     made = module.configure_optimizers()
     model, optimizer = fabric.setup(module, made["optimizer"])
     model.mark_forward_method("loss")
@@ -181,7 +181,7 @@ def loop(fabric: Fabric, job: Job) -> list[Any]:
         fabric.load(job.resumed, state)
         fabric.strategy.in_order.num_steps = state["step"]
     first, losses = own * state["step"], []
-    loader = fabric.setup_dataloaders(DataLoader(data_of(module), batch_size=BATCH, shuffle=True))
+    loader = fabric.setup_dataloaders(DataLoader(data, batch_size=BATCH, shuffle=True))
     epochs = (batch for _ in range(job.num_steps) for batch in loader)
     for number, batch in zip(range(job.num_steps * own), epochs, strict=False):
         if number < first:
@@ -204,9 +204,11 @@ def loop(fabric: Fabric, job: Job) -> list[Any]:
     return [means, last["state_dict"], last["optimizer"]["state"]]
 
 
-def data_of(module: Any) -> Any:
-    """Return the samples of an epoch."""
-    return module.data(MICRO_BATCHES * BATCH * STEPS_OF_EPOCH)
+def module_and_data(name: str) -> tuple[Any, Any]:
+    """Return a model, the same each time, and the samples of an epoch."""
+    torch.manual_seed(7)
+    module = MODELS[name]()
+    return module, module.data(MICRO_BATCHES * BATCH * STEPS_OF_EPOCH)
 
 
 def run(jobs: Sequence[Job]) -> list[list[Any]]:
@@ -284,7 +286,7 @@ def main(arguments: argparse.Namespace) -> int:
     for model, precision in product(arguments.models, arguments.precisions):
         with TemporaryDirectory() as folder:
             table = Table(model, precision, arguments.steps, Path(folder))
-            every = [*cells()]
+            every = [one for one in cells() if one.scheme in (arguments.schemes or [one.scheme])]
             table.add(every, "in_process")
             for backend, num_ranks in product(arguments.backends, (2, 4, 8)):
                 table.add_in_halves([one for one in every if one.num_ranks == num_ranks], backend)
@@ -298,6 +300,7 @@ if __name__ == "__main__":
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=MODELS)
     parser.add_argument("--precisions", nargs="+", default=["32-true", "bf16-mixed", "bf16-true"])
     parser.add_argument("--backends", nargs="*", default=["gloo", "shm"])
+    parser.add_argument("--schemes", nargs="*", help="such as 'hybrid 3'; all by default")
     parser.add_argument("--steps", type=int, default=50)
     for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_shard"):
         logging.getLogger(name).setLevel(logging.ERROR)

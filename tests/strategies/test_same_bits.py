@@ -139,7 +139,19 @@ class LeavesOut(Images):
 
 
 class DrawsInHooks(Images):
-    """Adds noise to gradients before a step, and to weights after it and at the end of epochs."""
+    """Adds noise to gradients and rates around a step, and to weights after it and in epochs."""
+
+    def on_after_backward(self) -> None:
+        for param in self.parameters():
+            if param.grad is not None:
+                param.grad.mul_(1 + 0.1 * torch.rand_like(param.grad))
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:  # type: ignore[override]
+        optimizer.param_groups[0]["lr"] = 0.05 + 0.01 * torch.rand(()).item()
+        optimizer.step(closure=closure)
+
+    def on_train_epoch_start(self) -> None:
+        self.shake()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for number, param in enumerate(self.parameters()):
@@ -302,7 +314,7 @@ def test_a_layer_that_some_ranks_leave_out_is_summed_in_order(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_what_hooks_draw_follows_the_step(tmp_path: Path) -> None:
-    """It followed the last micro-batch of the rank, and was drawn for a shard."""
+    """It followed the rank's last micro-batch, of whose gradients stages showed other parts."""
     cases = [("zero1", 1), ("shard_ddp", 2), ("zero1", 4), ("zero2", 2), ("zero3", 4)]
     assert len(digests(tmp_path, cases, model="draws in hooks")) == 1
 
@@ -372,6 +384,15 @@ class Deterministic(Images):
         return loss
 
 
+class Seldom(Images):
+    """Schedules every second batch, of which a step has more on fewer ranks."""
+
+    def configure_optimizers(self) -> Any:
+        made = super().configure_optimizers()
+        made["lr_scheduler"]["frequency"] = 2
+        return made
+
+
 class NoLoss(Images):
     """Leaves a micro-batch out."""
 
@@ -435,6 +456,7 @@ def test_what_cannot_have_the_same_bits_is_refused_before_training() -> None:
     averaging = StochasticWeightAveraging(0.01)
     refused("computes the statistics of batch norms anew", callbacks=[averaging])
     refused("a loss of the samples of all ranks", OfAllRanks())
+    refused("LambdaLR steps every 2 batches", Seldom())
     refused("returned no loss", NoLoss())
     refused("the axis 'tp' add up parts of sums", kind=TensorParallelStrategy)
 

@@ -352,6 +352,11 @@ class FlatGradients:
         trained = map(or_, map(REQUIRES_GRAD, self.flat.params), states.was_trained)
         return all(map(or_, states.is_used, map(not_, trained)))
 
+    @property
+    def shows_no_averages(self) -> bool:
+        """Whether no `.grad` looks like an average while micro-batches only add up."""
+        return self.buffer.shows_sums or self._in_order is not None
+
     def note_accumulated(self) -> None:
         """Note that a backward has been added up only: what it had can be frozen in the next."""
         self.is_owed |= self.accumulates and self.is_trained
@@ -514,6 +519,8 @@ class FlatGradients:
         twice = any(map(and_, used, self.states.is_reduced))
         self._clear_unused(used)
         self.states.all_leave()
+        if self._in_order is not None and not synchronised:
+            self._note_added(used)
         if not self.accumulates:
             self.buffer.send_off()
         if self.exchange is not None and not self._passes(self.exchange, full, used, twice):
@@ -535,11 +542,19 @@ class FlatGradients:
         used = self._contributions()
         self._clear_unused(used)
         self._in_order.add(self._unrounded(full))
+        self._note_added(used)
+        self._show_nothing()
+
+    def _note_added(self, used: Sequence[bool]) -> None:
         self._added = bytes(map(or_, self._added or bytes(len(used)), used))
+
+    @as_they_are
+    def _show_nothing(self) -> None:
+        """Let parameters have no gradient while a step's sum is not that of all micro-batches."""
         self.states.all_leave()
-        if self.buffer.is_plain:
-            for param in self.flat.params:
-                param.grad = None
+        for param in self.flat.params:
+            param.grad = None
+        self.buffer.forget(range(len(self.states)))
 
     def _unrounded(self, full: Tensor) -> Tensor:
         """Return the buffer as it was added up, in another format than its own."""
@@ -645,7 +660,7 @@ class FlatGradients:
         self._travel = None
         self.buffer.free_sent()
         if self._in_order is not None and not travel.is_synchronised:
-            self.buffer.release()
+            self._show_nothing()
             return
         if self.flat.stage == 0:
             full = self.buffer.allocate()

@@ -353,7 +353,7 @@ class Reducer:
     def _shows_averages(self) -> bool:
         """Whether code may meet a `.grad` that looks full where ranks have only added up theirs."""
         # It asks `if p.grad is not None`, and must find the same on every rank.
-        shows = self._is_met and not all(one.buffer.shows_sums for one in self._gradients)
+        shows = self._is_met and not all(one.shows_no_averages for one in self._gradients)
         for gradients in self._gradients if shows else ():
             gradients.buffer.observe_all()  # of all, since `settle` shows what it knows of all
         return shows

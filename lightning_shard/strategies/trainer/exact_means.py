@@ -7,7 +7,7 @@ Lightning keeps one sum for each rank, which depends on what that rank has had.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.agreement import met
+from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.trainer._lightning import recording_values, take_step_value
 
 Logged = tuple[float, float]  # a value and its number of samples
@@ -43,6 +44,7 @@ class ExactMeans:
         def at_step(keys: Sequence[str]) -> None:
             own = {key: self.of(key, last=num_own()) for key in keys}
             of_all = met(own, ranks(), "a step's values")
+            _check_same_keys(of_all)
             for key in keys:
                 take_step_value(
                     trainer, key, mean_of([one for each in of_all for one in each[key]])
@@ -69,6 +71,18 @@ class ExactMeans:
         if last:  # a hook may have logged less often than a micro-batch
             noted = [one for one in noted if one[0] == noted[-1][0]]
         return [(float(one), float(size)) for _, parts in noted for one, size in parts]
+
+
+def _check_same_keys(of_all: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse values of a step that some ranks have logged in none of their micro-batches."""
+    logged = set().union(*of_all)
+    for rank, own in enumerate(of_all):
+        if missing := sorted(logged - own.keys()):
+            raise ConfigError(
+                f"Rank {rank}: same_bits=True, but nothing was logged as {missing[0]!r} in a step "
+                f"in which other ranks have logged it, expected it from each micro-batch. Log it "
+                f"in all of them, without rank_zero_only."
+            )
 
 
 def mean_of(values: Sequence[Logged]) -> float:

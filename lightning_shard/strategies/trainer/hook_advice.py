@@ -144,6 +144,7 @@ def hooks_inside(
     module: "pl.LightningModule",
     callbacks: Sequence[Callback],
     without: Collection[str] = (),
+    only: Collection[str] = _HOOKS,
 ) -> Iterator[None]:
     """Let each overridden hook of a module and of callbacks run in a context of its own."""
     with ExitStack() as stack:
@@ -151,7 +152,7 @@ def hooks_inside(
             (module, pl.LightningModule),
             *((one, Callback) for one in callbacks),
         ]:
-            for name in (one for one in _HOOKS if one not in without):
+            for name in (one for one in only if one not in without):
                 if callable(getattr(parent, name, None)) and is_overridden(name, owner, parent):
                     stack.enter_context(_inside(around, owner, name))
         yield

@@ -36,7 +36,10 @@ def proved(module: Any, **options: Any) -> Any:
     return prove(module, loader, num_ranks=2, num_steps=2, trainer_options=OPTIONS, **options)
 
 
-@pytest.mark.parametrize("strategy", ["shard_ddp", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy",
+    ["shard_ddp", *(pytest.param(f"zero{one}", marks=pytest.mark.slow) for one in (1, 2, 3))],
+)
 def test_a_small_error_of_one_rank_is_found_and_named(strategy: str) -> None:
     """It is far below what rounding explains, and says the rank, the micro-batch and the weight."""
     found = proved(Planted(), strategy=strategy, to_the_bit=True)
