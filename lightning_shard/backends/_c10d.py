@@ -1,6 +1,6 @@
 """Every private name of `torch.distributed` that the backends touch.
 
-Checked with torch 2.11, 2.13 and 2.14; `tests/backends/test_c10d.py` fails when one changes. A
+Checked with torch 2.11 to 2.15; `tests/backends/test_c10d.py` fails when one changes. A
 cooperative world gives each rank a `RankGroups` in place of c10d's global `_world`, which it swaps
 whenever another rank runs; c10d makes in-process groups and uses the world's store meanwhile.
 """
@@ -59,6 +59,7 @@ class RankGroups(c10d._World):
     pg_backend_config = _own_map("pg_backend_config")  # by group, its backend configuration
     tags_to_pg = _own_map("tags_to_pg")  # by tag, its groups
     pg_to_tag = _own_map("pg_to_tag")  # by group, its tag
+    pg_flight_recorder_hooks = _own_map("pg_flight_recorder_hooks")  # by group, of torch 2.15
 
     group_count = 0  # groups that were made, from which c10d takes the next one's name
 
@@ -108,6 +109,8 @@ def register_backend(
     """Tell c10d about a backend; `make_group` takes its `_DistributedBackendOptions`."""
     if name.upper() not in c10d.Backend._plugins:
         c10d.Backend.register_backend(name, make_group, extended_api=True, devices=list(devices))
+        # torch 2.15 attaches its recorder to groups of C++ backends, which these do not have.
+        getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set[str]()).add(name)
 
 
 def object_device(group: dist.ProcessGroup) -> torch.device:

@@ -108,3 +108,12 @@ def test_both_take_output_then_input() -> None:
     gather = list(inspect.signature(_c10d.all_gather_flat).parameters)
     assert scatter == ["output", "input", "op", "group", "async_op"]
     assert [name.split("_")[0] for name in gather] == ["output", "input", "group", "async"]
+
+
+def test_torchs_recorder_is_attached_to_no_group_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.15 asked groups in Python for the default backend that they do not have."""
+    recorded = set[str]()
+    monkeypatch.setattr(c10d, "_FR_SELF_RECORDING_BACKENDS", recorded, raising=False)
+    monkeypatch.setattr(c10d.Backend, "register_backend", lambda *_, **__: None)
+    _c10d.register_backend("in_python", lambda *_: None, ["cpu"])
+    assert recorded == {"in_python"}

@@ -50,6 +50,8 @@ _MODULE_GLOBALS: dict[tuple[str, str], Callable[[Any], Any]] = {
     ("warnings", "_showwarnmsg_impl"): lambda module: module._showwarnmsg_impl,
 }
 _ABSENT = object()
+# Where `forward_ad` looks for the functions of levels: torch 2.12 and older call the C++ ones.
+_levels: Any = predispatch if hasattr(predispatch, "_enter_dual_level") else torch._C
 _rank_zero = cast(Any, rank_zero_only)
 _cuda = cast(Any, torch.cuda)
 _np_random: Any = np.random  # its stubs leave out `get_bit_generator`
@@ -59,7 +61,7 @@ class ForwardLevel:
     """The one level of forward derivatives, which ranks share until the last has left it."""
 
     def __init__(self) -> None:
-        self._enter, self._leave = predispatch._enter_dual_level, predispatch._exit_dual_level
+        self._enter, self._leave = _levels._enter_dual_level, _levels._exit_dual_level
         self._num_inside = 0
 
     def enter(self) -> int:
@@ -77,7 +79,7 @@ class ForwardLevel:
 
 
 _level = ForwardLevel()
-predispatch._enter_dual_level, predispatch._exit_dual_level = _level.enter, _level.leave
+_levels._enter_dual_level, _levels._exit_dual_level = _level.enter, _level.leave
 
 _MT19937_BYTES = 624 * 4 + 4  # the key and the position in it
 
