@@ -62,6 +62,7 @@ from lightning_shard.data_parallel.torch_private import BatchNorm, gradient_hook
 from lightning_shard.data_parallel.units.full_values import (
     FullValues,
     bring_together,
+    gathering_near,
     publishing_edits,
 )
 from lightning_shard.data_parallel.units.presenting import (
@@ -412,7 +413,7 @@ class DataParallelEngine:
         again = having(asker, value=Asker.USER)  # user code, of blocks that are computed again
         with self.options.seeing_shards(), again, ExitStack() as inside:
             if self._unsharder is not None:
-                inside.enter_context(self._unsharder.near())
+                inside.enter_context(gathering_near(self.flats, self._lent.take_all_back))
             for make in self.options.around_backward:
                 inside.enter_context(make())
             inside.enter_context(self.reducer.backward(is_used))

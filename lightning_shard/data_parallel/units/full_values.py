@@ -13,8 +13,31 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.memory.flat_memory import blank
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.memory.secondary_shard import agree_on_serving
 from lightning_shard.data_parallel.model_split import ModelSplit, ranks_of
 from lightning_shard.data_parallel.units.unit import Unit
+
+
+@contextmanager
+def gathering_near(
+    flats: Iterable[FlatParameters], take_back: Callable[[], None]
+) -> Iterator[None]:
+    """Gather inside from second copies in nodes, if there are any; each rank must call.
+
+    `take_back` writes to the shards what user code has written to memory of theirs.
+    """
+    pairs = [(flat, flat.secondary) for flat in flats if flat.secondary is not None]
+    if pairs:
+        take_back()
+        for flat, _ in pairs:
+            flat.take_in_left()
+        ranks = pairs[0][0].groups.shard
+        agree_on_serving([(one, flat.shard) for flat, one in pairs], ranks)
+    try:
+        yield
+    finally:
+        for _, one in pairs:
+            one.serves = False
 
 
 def bring_together(flats: Iterable[FlatParameters]) -> None:

@@ -31,7 +31,6 @@ from lightning_shard.data_parallel.compression.float8_gather import Float8Scales
 from lightning_shard.data_parallel.gradients.usage import UnshardRecord
 from lightning_shard.data_parallel.graph_borders import LeftGraphs, on_entry, outputs_with_gradient
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
-from lightning_shard.data_parallel.memory.secondary_shard import agree_on_serving
 from lightning_shard.data_parallel.phases import Phase, Phases
 from lightning_shard.data_parallel.torch_private import (
     GENERATES,
@@ -554,22 +553,6 @@ class Unsharder:
             unit.begin_unshard()
         for unit in self._staying:
             unit.ensure_full()
-
-    @contextmanager
-    def near(self) -> Iterator[None]:
-        """Gather inside from second copies in nodes, if there are any; each rank must call."""
-        pairs = [(flat, flat.secondary) for flat in self._flats if flat.secondary is not None]
-        if pairs:
-            self._take_back()
-            for flat, _ in pairs:
-                flat.take_in_left()
-            ranks = pairs[0][0].groups.shard
-            agree_on_serving([(one, flat.shard) for flat, one in pairs], ranks)
-        try:
-            yield
-        finally:
-            for _, one in pairs:
-                one.serves = False
 
     def end_backward(self, *, is_used: bool = True, held_up: bool = False) -> None:
         """Reshard what backward has finished with; inside a step, what stays for it does not."""
