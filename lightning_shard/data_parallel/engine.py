@@ -356,7 +356,8 @@ class DataParallelEngine:
     def step(self) -> Iterator[None]:
         """Run one training, validation, test or predict step inside; each rank must enter."""
         step = self._step_alone() if self.steps_alone else self._step_together()
-        with noting_reentrance(self.reducer.kinds.note), step:
+        # What comes before the user's code is this package's own; the step itself turns it.
+        with noting_reentrance(self.reducer.kinds.note), having(asker, Asker.ENGINE), step:
             yield
 
     @contextmanager

@@ -261,9 +261,9 @@ class SplitModel(ModelSplit):
     @contextmanager
     def step(self) -> Iterator[None]:
         """Show the full shapes of a layer's weights inside, to code outside of the layer."""
-        before, self._is_in_step = self._is_in_step, True
         show_full(self.shardings, self.group)
         self._between.look()
+        before, self._is_in_step = self._is_in_step, True
         try:
             with self._kept.shown(), asking(DifferentiatedParts()):
                 yield
