@@ -245,7 +245,8 @@ class SameBits(RunPart):
         yield
 
     def begin_batch(self) -> None:
-        """Begin random numbers anew for the hooks before a batch."""
+        """Begin random numbers anew for the hooks before a batch, also one that was lost."""
+        self._present = ()
         if self.is_on and self.run.trainer.training:
             self.begin_hooks(BATCH_START)
 
