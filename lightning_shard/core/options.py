@@ -68,7 +68,7 @@ _NAMES: dict[Any, str] = {
     Callable: "a function",
 }
 _LISTS = (list, tuple, Sequence)
-_MOST_MEANT = 3
+_MOST_MEANT = 4
 _ENTRY = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 

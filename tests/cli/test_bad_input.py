@@ -176,7 +176,7 @@ ROWS = [
     (
         ("report", "other_run"),
         1,
-        "A record of other_run is not as callbacks write it (KeyError: 's",
+        "A record of other_run is not as callbacks write it (KeyError: '",
     ),
     (("consolidate", "weights.ckpt", "full"), 1, "a folder of this name holds other files"),
     (("describe", "weights.ckpt", "more"), 2, "unrecognized arguments: more"),

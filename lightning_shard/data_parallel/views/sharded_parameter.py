@@ -432,6 +432,8 @@ def _cut(shard: ParameterShard, full: Tensor) -> Tensor:
 def _set_gradient(param: nn.Parameter, value: Tensor | None) -> None:
     """Set `.grad` to a result of user code, which the engine adopts later."""
     home: ParameterHome = param.__dict__[_HOME]
+    if isinstance(value, AveragedGradient):
+        value = value.shaped_as(param)
     if value is None or not home.user_code.runs:
         if value is not None and value.shape != param.shape:
             raise ConfigError(
@@ -455,8 +457,6 @@ def _set_gradient(param: nn.Parameter, value: Tensor | None) -> None:
 
 def _of_full(value: Tensor, param: nn.Parameter, home: ParameterHome) -> Tensor:
     """Return this rank's elements of a full gradient that user code sets; others as they are."""
-    if isinstance(value, AveragedGradient):
-        return value.shaped_as(param)
     note, is_own = home.note, isinstance(value, _SHARDS)
     if is_own or note is None or note.source is None or value.shape != home.spread.shape:
         return value
