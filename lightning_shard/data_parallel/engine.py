@@ -411,8 +411,7 @@ class DataParallelEngine:
         self.hook_trainable()  # what the step itself has unfrozen
         if self._unsharder is not None:
             self._unsharder.unshard_staying()
-        # User code runs in hooks, and in blocks that are computed again.
-        again = self.user_code.running()
+        again = having(asker, value=Asker.USER)  # user code, of blocks that are computed again
         with self.options.seeing_shards(), again, ExitStack() as inside:
             if self._unsharder is not None:
                 inside.enter_context(gathering_near(self.flats, self._lent.take_all_back))
