@@ -1,17 +1,39 @@
-"""Splitting a model in place by a plan, and restoring its full layers."""
+"""Splitting a model in place by a plan, and restoring its full layers.
 
+Copies of a split model that user code makes during the run, as a teacher in `on_train_start`.
+
+Their parameters are shards, cut as the model's, and they compute in parts until the end of the run.
+Each rank must make and keep the same copies.
+
+Full activations for the hooks of modules that are called between split layers.
+
+    up ──features──► act, dropout ──features──► down
+                         │ gathered for their hooks, and cut again of what these return
+                         └──► hook(module, args, output) of the full width
+
+Such a module is known by when it is called: after a layer that gives features, and before the next
+that takes them.
+"""
+
+import copy
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.extensions import ModuleCopies
 from lightning_shard.core.layout import PlacedBox
 from lightning_shard.core.placeholders import Placeholder, is_placeholder
 from lightning_shard.core.states import Asker, asker, having, setting
@@ -20,16 +42,17 @@ from lightning_shard.data_parallel.gradients.reducer import others_wait_for
 from lightning_shard.data_parallel.memory.quantised import is_quantised
 from lightning_shard.data_parallel.model_split import ModelSplit, in_place
 from lightning_shard.data_parallel.torch_private import (
+    GLOBAL_HOOKS,
     gradient_hooks,
+    hooks_of,
     pass_for_parameter,
     untraced,
 )
+from lightning_shard.data_parallel.units.unsharding import looks_at_values
 from lightning_shard.data_parallel.views.sharded_parameter import bring_full
 from lightning_shard.data_parallel.views.transforms import OF_RANKS, refuse_transforms
 from lightning_shard.errors import ConfigError, LayoutError
-from lightning_shard.tensor_parallel.between_layers import Between
 from lightning_shard.tensor_parallel.candidates import check_heads
-from lightning_shard.tensor_parallel.copies import Copies
 from lightning_shard.tensor_parallel.crossings import COMPUTED_ALIKE, Crossings
 from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     DifferentiatedParts,
@@ -66,6 +89,211 @@ from lightning_shard.tensor_parallel.rounded import (
 from lightning_shard.tensor_parallel.sharding import Sharding
 from lightning_shard.tensor_parallel.styles import ParameterCut, Style
 from lightning_shard.tensor_parallel.wrappers import inner_styles
+
+_NOTE = "lightning_shard"  # the key of a hook that notes who will have gradients of features
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A dimension of which this rank has a part."""
+
+    size: int
+    num_blocks: int = 1
+    by_heads: bool = False
+
+
+class Between:
+    """Shows full activations to hooks of the modules between split layers."""
+
+    def __init__(self, names: Mapping[nn.Module, str], group: Collectives) -> None:
+        self._names, self._group = names, group
+        self._hooks = [*map(hooks_of, names), GLOBAL_HOOKS]
+        self._cuts: frozenset[_Cut] = frozenset()  # while features are computed with
+        self._is_watched = False
+        self._of_gradients: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+    def hears(
+        self, parent: nn.Module, num_blocks: int, heads: Iterable[int]
+    ) -> Callable[[Any], None]:
+        """Return what hears that a layer gives features."""
+        of_heads = {_Cut(size, by_heads=True) for size in heads}
+        near = [*map(hooks_of, self._names.keys() & set(parent.modules())), GLOBAL_HOOKS]
+        hooks = [one for several in near for one in several]
+
+        @untraced
+        def note(width: int) -> None:
+            self._cuts |= {_Cut(width, num_blocks), _Cut(width // num_blocks), *of_heads}
+            if any(hooks):  # some may be registered in a step
+                self.look()
+
+        def given(features: Any) -> None:
+            if (self._is_watched or any(hooks)) and isinstance(features, Tensor):
+                note(features.shape[-1])
+
+        return given
+
+    def close(self) -> None:
+        """Hear that a layer takes features."""
+        self._cuts = frozenset()
+
+    def look(self) -> None:
+        """Let the hooks that modules have by now see full activations."""
+        self._is_watched = False
+        for after, before, *of_gradients in self._hooks:
+            if any(of_gradients):
+                before.setdefault(_NOTE, _ShownHook(None, "noting"))  # type: ignore[call-overload]
+            self._show(after, "after")
+            self._show(before, "before")
+            for hooks in of_gradients:
+                self._show(hooks, "gradient")
+
+    def _show(self, hooks: dict[int, Any], kind: str) -> None:
+        for key, hook in hooks.items():
+            if looks_at_values(hook) and not isinstance(hook, _ShownHook):
+                hooks[key] = _ShownHook(hook, kind)
+            if isinstance(hooks[key], _ShownHook):
+                hooks[key].regions.add(self)
+                self._is_watched = True
+
+    def end(self) -> None:
+        """Let hooks see what modules compute with, as they are full again."""
+        for hooks in (hooks for one in self._hooks for hooks in one):
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, _ShownHook):
+                    hook.regions.discard(self)
+                    if hook.hook is None:
+                        del hooks[key]
+                    else:
+                        hooks[key] = hook.hook
+
+    def cuts_of(self, module: nn.Module, kind: str) -> Any:
+        """Return how what hooks of a module may see is cut now, if it is."""
+        if kind == "gradient":
+            return self._of_gradients.get(module)
+        return self._cuts if module in self._names else None
+
+    def call(self, hook: Any, kind: str, module: nn.Module, given: Any, cuts: Any) -> Any:
+        """Call a hook with full tensors, and return this rank's parts of what it makes of them."""
+        if kind == "noting":
+            self._of_gradients[module] = cuts
+            return None
+        find = partial(self._part, self._names[module], cuts)
+        seen = tree_map_only(Tensor, lambda one: _full(find(one, 1)), given)
+        result = hook(module, *seen)
+        if result is None and kind != "gradient":  # what was given may be changed in place
+            result = seen[-1] if kind == "after" else seen if len(seen) > 1 else seen[0]
+        return tree_map_only(Tensor, lambda one: _own(find(one, self._group.size)), result)
+
+    def _part(self, name: str, cuts: Any, tensor: Tensor, num_ranks: int) -> Part | Tensor:
+        """Say how a tensor is cut, which so many ranks have together; itself for a full one."""
+        is_full = isinstance(tensor, DimShardedTensor) or not tensor.is_floating_point()
+        if is_full or tensor.ndim == 0:
+            return tensor
+        for cut in sorted(cuts, key=lambda one: not one.by_heads):
+            is_counted = cut.by_heads and tensor.ndim > 3
+            for dim in range(1, tensor.ndim - 1) if is_counted else (tensor.ndim - 1,):
+                if tensor.shape[dim] == cut.size * num_ranks and is_counted == cut.by_heads:
+                    return Part(local=tensor, dim=dim, group=self._group, num_blocks=cut.num_blocks)
+        raise ConfigError(
+            f"Rank {self._group.rank}: {name!r}, which is called between split layers, has a hook "
+            f"that was to see a tensor of shape {tuple(tensor.shape)}, of which each rank may have "
+            f"a part; expected features or heads in one of its dimensions. Remove the hook, or "
+            f"leave the layers around the module out of `plan`."
+        )
+
+
+def _full(found: Part | Tensor) -> Tensor:
+    return found.gather() if isinstance(found, Part) else found
+
+
+def _own(found: Part | Tensor) -> Tensor:
+    return found.split(found.local, found.dim) if isinstance(found, Part) else found
+
+
+class _ShownHook:
+    """A hook that sees full activations where its module is called between split layers."""
+
+    def __init__(self, hook: Any, kind: str) -> None:
+        self.hook, self._kind = hook, kind
+        self.regions: WeakSet[Between] = WeakSet()
+
+    def __call__(self, module: nn.Module, *given: Any) -> Any:
+        for one in self.regions:
+            if cuts := one.cuts_of(module, self._kind):
+                return one.call(self.hook, self._kind, module, given, cuts)
+        return None if self.hook is None else self.hook(module, *given)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_ShownHook":
+        """Return the hook of a copied module, which is called where nothing is split."""
+        return _ShownHook(copy.deepcopy(self.hook, memo), self._kind)
+
+
+_COPIES = "__deepcopy__"
+
+
+class Copies:
+    """The copies of a model's modules and of its split parameters."""
+
+    def __init__(self) -> None:
+        self.modules = ModuleCopies("tensor_parallel")
+        self._params: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._copied: list[nn.Parameter] = []
+        self._num_made = 0
+
+    def copy_shards(self, params: Iterable[nn.Parameter]) -> None:
+        """Let a copy of a parameter be a copy of its shard, also where it looks full."""
+        for param in params:
+            vars(param)[_COPIES] = _ShardCopier(self, param, vars(param).get(_COPIES))
+            self._copied.append(param)
+
+    def note_param(self, made: nn.Parameter, of: nn.Parameter) -> None:
+        """Remember which parameter a parameter is a copy of."""
+        self._params[made] = self.original(of), self._num_made
+        vars(made)[_COPIES] = _ShardCopier(self, made, None)
+        self._num_made += 1
+
+    def original(self, param: nn.Parameter) -> nn.Parameter:
+        """Return the parameter that a parameter is a copy of, or itself."""
+        found: nn.Parameter = self._params.get(param, (param, 0))[0]  # type: ignore[no-untyped-call]
+        return found
+
+    def params(self) -> dict[int, nn.Parameter]:
+        """The copies of parameters that user code still has, by number."""
+        items: Iterator[Any] = self._params.items()  # type: ignore[no-untyped-call]
+        return {number: made for made, (_, number) in items}
+
+    def forget(self) -> None:
+        """End the run: let modules and parameters be copied without notice."""
+        for owner in (*self._copied, *self.params().values()):
+            vars(owner).pop(_COPIES, None)
+        self.modules.end()
+        self._params = WeakTensorKeyDictionary()
+        self._copied = []
+
+
+class _ShardCopier:
+    """Makes the copy of one parameter's shard for `copy.deepcopy`."""
+
+    def __init__(
+        self, copies: Copies, param: nn.Parameter, inner: Callable[[Any], Any] | None
+    ) -> None:
+        self._copies, self._param, self._inner = copies, weakref.ref(param), inner
+
+    @having(asker, value=Asker.LAYER)
+    @torch.no_grad()
+    def __call__(self, memo: dict[int, Any]) -> nn.Parameter:
+        param = self._param()
+        assert param is not None
+        if self._inner is not None:
+            made: nn.Parameter = self._inner(memo)
+        else:
+            copier: Any = type(param).__deepcopy__
+            made = copier(param, memo)
+        self._copies.note_param(made, param)
+        return made
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 class SplitModel(ModelSplit):

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_shard.backends._c10d import HashStore, PrefixStore
-from lightning_shard.backends.meeting_place import MissingRanksError, fresh_store
+from lightning_shard.backends.rendezvous import MissingRanksError, fresh_store
 
 PATIENCE = timedelta(seconds=20)
 

@@ -11,7 +11,7 @@ import torch
 
 from lightning_shard.checkpoint.host_buffers import SPARE_BYTES, HostBuffers, take_fitting
 from lightning_shard.checkpoint.rank_snapshot import Snapshot
-from lightning_shard.elastic.membership.restart_membership import (
+from lightning_shard.elastic.membership.ranks import (
     SharedMemoryBuffers,
     clear,
     job_folder,

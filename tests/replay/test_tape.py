@@ -14,7 +14,7 @@ from lightning_shard.backends._c10d import all_gather_flat, reduce_scatter_flat
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.errors import CheckpointError, ConfigError, RankFailedError
-from lightning_shard.replay.group_of_one import RecordedBackend, group_of_one
+from lightning_shard.replay.replay import RecordedBackend, group_of_one
 from lightning_shard.replay.tape import CallTape, Result, ResultRecorder
 from lightning_shard.testing import run_ranks
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_shard import ContextParallelStrategy, HybridParallelStrategy
-from lightning_shard.context_parallel import compiled
+from lightning_shard.context_parallel import cut_blocks
 from lightning_shard.errors import ConfigError
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
@@ -68,13 +68,13 @@ CASES = [
 def on_rows(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Classes of the modules that are run on their rows."""
     seen: set[str] = set()
-    own = compiled.extend_class
+    own = cut_blocks.extend_class
 
     def extend(module: nn.Module, prefix: str, mixin: type) -> None:
         seen.add(type(module).__name__)
         own(module, prefix, mixin)
 
-    monkeypatch.setattr(compiled, "extend_class", extend)
+    monkeypatch.setattr(cut_blocks, "extend_class", extend)
     return seen
 
 
