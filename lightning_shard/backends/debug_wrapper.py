@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp, Work
 from typing_extensions import override
 
-from lightning_shard.backends import _c10d, liveness
+from lightning_shard.backends import _c10d, group_handle, liveness
 from lightning_shard.backends._c10d import PrefixStore, Store
 from lightning_shard.backends.calls import (
     Call,
@@ -42,13 +42,6 @@ from lightning_shard.backends.calls import (
     tensor_key,
 )
 from lightning_shard.backends.exchange import ExchangeCollectives
-from lightning_shard.backends.group_handle import (
-    CallWork,
-    CoalescedWork,
-    GroupHandle,
-    describe_group,
-    ranks_of,
-)
 from lightning_shard.backends.liveness.interruption import end_at_exit, interrupt_backend
 from lightning_shard.backends.pending import StartedTransfer
 from lightning_shard.backends.python_group import (
@@ -456,7 +449,7 @@ def _clear(lock: threading.Lock, opened: list[ComparedReceive]) -> None:
         opened.clear()
 
 
-class MessageWork(CallWork):
+class MessageWork(group_handle.CallWork):
     """One side of a message: waits until it has been compared, and then until it has moved."""
 
     def __init__(self, board: Bulletin, call: Call, mine: Fingerprint) -> None:
@@ -589,7 +582,7 @@ class Comparer(PythonGroup):
         # Who has posted this number has read all of the last one, so nobody reads the one before.
         board.remove(self._key(self._number - 2, board.rank))
         self._compare(calls)
-        return CoalescedWork([])
+        return group_handle.CoalescedWork([])
 
     def _compare(self, calls: list[Fingerprint]) -> None:
         misfit = find_misfit(calls)
@@ -666,7 +659,7 @@ def _compared(name: str) -> Callable[..., Work]:
     return method
 
 
-class DebugGroup(GroupHandle):
+class DebugGroup(group_handle.GroupHandle):
     """One rank's handle of a group, which compares calls before `inner` carries them out."""
 
     backend_name: ClassVar[str] = "checked"
@@ -674,7 +667,7 @@ class DebugGroup(GroupHandle):
     def __init__(
         self, options: Any, inner: dist.ProcessGroup, name: str, devices: Sequence[str]
     ) -> None:
-        self._is_default, ranks = not options.global_ranks_in_group, ranks_of(options)
+        self._is_default, ranks = not options.global_ranks_in_group, group_handle.ranks_of(options)
         super().__init__(options.group_id, ranks, options.group_rank)
         self._inner, self._backend, self._devices = inner, name, devices
         self.shares_host = getattr(inner, "shares_host", False)
@@ -683,7 +676,7 @@ class DebugGroup(GroupHandle):
             ranks,
             options.group_rank,
             options.timeout,
-            describe_group(options.group_id, ranks),
+            group_handle.describe_group(options.group_id, ranks),
         )
         self.comparer = Comparer(options.group_id, self._bulletin)
         self._messages = ComparedMessages(self._bulletin, self._bulletin.reconnected(), inner)

@@ -41,12 +41,7 @@ from lightning_shard.backends._c10d import (
     TCPStore,
     init_default_group,
 )
-from lightning_shard.backends.authentication.addresses import (
-    address_towards,
-    chosen_ports,
-    listen,
-    loopback_of,
-)
+from lightning_shard.backends.authentication import addresses
 from lightning_shard.backends.authentication.store import store_at
 from lightning_shard.backends.authentication.token import JobAddress, find_token, remember
 from lightning_shard.backends.liveness.interruption import end_at_exit
@@ -173,7 +168,7 @@ def meet(backend: str, rank: int, world_size: int, patience: timedelta) -> tuple
     if settings.has_agent_store():
         desk = fresh_store(_agent_store(rank, patience), backend, rank, world_size, patience)
         return _meet_by_agent(desk, place.host, token, rank, patience, on_one_host)
-    host = loopback_of(place.host) if on_one_host else place.host
+    host = addresses.loopback_of(place.host) if on_one_host else place.host
     address = JobAddress(host=host, port=place.port, token=token)
     if rank == 0:
         serve(address)
@@ -192,7 +187,7 @@ def store_without_python(
     NCCL asks its store from threads of its own, even when no Python runs any more.
     """
     if rank == 0:
-        listener, *others = listen(host, 0)
+        listener, *others = addresses.listen(host, 0)
         for other in others:
             other.close()
         address, port = listener.getsockname()[:2]
@@ -250,7 +245,7 @@ def _find_server(desk: Store, token: str, patience: timedelta) -> tuple[Store, J
 
 def _own_address(host: str) -> str:
     """Return an address of this host by which the others, who reach `host`, reach it."""
-    own = address_towards(host, 0)
+    own = addresses.address_towards(host, 0)
     return host if settings.is_loopback(own) else own
 
 
@@ -349,12 +344,13 @@ def _join_at_rank_zero(
     except RuntimeError as error:
         if settings.is_on_one_host() or not is_about_a_peer(error):
             raise
+        own = addresses.address_towards(address.host, 0)
         raise RankFailedError(
             f"Rank {rank} of {world_size} met the others at {address.host}, port {address.port}, "
             f"but within {timeout} it could not connect with each of them: ranks listen at "
-            f"{chosen_ports()} of their hosts, which a firewall may drop. Let these TCP ports "
-            f"through between the hosts, from and to {address_towards(address.host, 0)} here; or "
-            f"see whether another rank has ended. torch said: {error}"
+            f"{addresses.chosen_ports()} of their hosts, which a firewall may drop. Let these TCP "
+            f"ports through between the hosts, from and to {own} here; or see whether another rank "
+            f"has ended. torch said: {error}"
         ) from error
     liveness.start(address, rank=rank, world_size=world_size, timeout=timeout)
 

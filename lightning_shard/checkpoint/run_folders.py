@@ -27,21 +27,8 @@ from lightning_shard.checkpoint.misfits import weights_error
 from lightning_shard.checkpoint.optimizer_state import local_state_dict
 from lightning_shard.checkpoint.resuming import agree_on_misfit
 from lightning_shard.checkpoint.section import writable_section
-from lightning_shard.checkpoint.sharded.entries import (
-    checkpoint_of,
-    folder_entries,
-    lightning_version,
-    name_misfits,
-    numbered_state,
-)
+from lightning_shard.checkpoint.sharded import entries, run_state
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, StoredTensor
-from lightning_shard.checkpoint.sharded.run_state import (
-    load_rest,
-    local_optimizer_state,
-    placeholders,
-    read_weights,
-    weight_misfits,
-)
 from lightning_shard.checkpoint.unread import has_unread
 from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -91,13 +78,13 @@ class RunFolders:
     ) -> None:
         """Write a folder, now or for `start`; each must call unless one alone has everything."""
         keeps = alone or run.rank == 0
-        state, meta = folder_entries(checkpoint, run.optimizers, names_of(run), keeps=keeps)
+        state, meta = entries.folder_entries(checkpoint, run.optimizers, names_of(run), keeps=keeps)
         section, mesh = writable_section(meta), run.mesh
         sizes = asdict(mesh)
         further = sizes.pop("others")
         axes = {**sizes, **further, "axis_order": list(mesh.axis_order)}
         section["layout"] = {"scheme": scheme, "ranks": mesh.world_size, "mesh": axes}
-        lightning = checkpoint.get("pytorch-lightning_version", lightning_version())
+        lightning = checkpoint.get("pytorch-lightning_version", entries.lightning_version())
         section["versions"] = {"torch": str(torch.__version__), "lightning": lightning}
         group = None if alone else run.ranks
         self._saves.write(path, state, meta if keeps else None, group, step=step)
@@ -113,10 +100,10 @@ class RunFolders:
         """Check stored weights, load what is read at once, and return the module before."""
         module = run.module
         take_apart(module)  # a folder has inner tensors, as the run that reads them
-        found = weight_misfits(module, state, strict=strict, left_out=left_out)
+        found = run_state.weight_misfits(module, state, strict=strict, left_out=left_out)
         agree_on_misfit(run.ranks, weights_error(module, found))
         before = ModuleSnapshot(module, with_parameters=False)
-        load_rest(module, state)
+        run_state.load_rest(module, state)
         self._stored = state
         return before
 
@@ -124,7 +111,7 @@ class RunFolders:
         """Read the weights that a checkpoint has promised, where there is one; each rank must."""
         if self._stored is not None:
             assert run.engine is not None
-            read_weights(run.module, self._stored, run.engine)
+            run_state.read_weights(run.module, self._stored, run.engine)
             self._stored = None
 
     def tear_down(self) -> None:
@@ -138,7 +125,7 @@ def load_folder(
     """Return a folder's checkpoint without optimizers' states, and `in_full` with full weights."""
     folder = StoredFolder(path, weights_only)
     folder.verify_share(run.rank, run.mesh.world_size)
-    return checkpoint_of(folder, in_full=in_full)
+    return entries.checkpoint_of(folder, in_full=in_full)
 
 
 def names_of(run: CheckpointedRun) -> dict[nn.Parameter, str]:
@@ -151,9 +138,9 @@ def local_state(
 ) -> dict[str, Any]:
     """Return this rank's shards of an optimizer's state, full or stored."""
     assert run.engine is not None
-    numbered = numbered_state(state, optimizer, names_of(run))
+    numbered = entries.numbered_state(state, optimizer, names_of(run))
     if has_unread(numbered):
-        return local_optimizer_state(numbered, optimizer, run.engine)
+        return run_state.local_optimizer_state(numbered, optimizer, run.engine)
     return local_state_dict(numbered, optimizer, run.engine)
 
 
@@ -162,12 +149,12 @@ def checked_names(
 ) -> tuple[list[Any], list[str]]:
     """Return states by number, without elements, and the misfits of the names in them."""
     if len(states) != len(run.optimizers):
-        return placeholders(states), []
+        return run_state.placeholders(states), []
     names, pairs = names_of(run), list(zip(states, run.optimizers, strict=True))
-    found = [misfit for pair in pairs for misfit in name_misfits(*pair, names)]
+    found = [misfit for pair in pairs for misfit in entries.name_misfits(*pair, names)]
     if found:
         return [], found
-    return placeholders([numbered_state(*pair, names) for pair in pairs]), []
+    return run_state.placeholders([entries.numbered_state(*pair, names) for pair in pairs]), []
 
 
 def is_stored(state: Mapping[str, Any]) -> bool:

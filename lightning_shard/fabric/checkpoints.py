@@ -43,17 +43,8 @@ from lightning_shard.checkpoint.run_folders import (
     load_folder,
 )
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY, section_of
+from lightning_shard.checkpoint.sharded import run_state
 from lightning_shard.checkpoint.sharded.folder import read_all
-from lightning_shard.checkpoint.sharded.run_state import (
-    load_rest,
-    loads_plainly,
-    local_optimizer_state,
-    module_boxes,
-    optimizer_boxes,
-    placeholders,
-    read_weights,
-    weight_misfits,
-)
 from lightning_shard.checkpoint.streamed import StreamedFile, StreamedState
 from lightning_shard.checkpoint.unread import has_unread
 from lightning_shard.core.mesh import ParallelMesh
@@ -343,7 +334,7 @@ class Saving:
         weights: dict[str, Any] = {}
         for held, prefix in names.prefixes.items():
             with held.present_engine.user_code.running(False):
-                boxes = module_boxes(held.module, held.present_engine)
+                boxes = run_state.module_boxes(held.module, held.present_engine)
             weights |= {prefix + name: value for name, value in boxes.items()}
         optimizers = [one for _, one in self._objects if self._held.of_optimizer(one) is not None]
         states = [self._boxes(one, names) for one in optimizers]
@@ -374,7 +365,7 @@ class Saving:
         held = self._held.of_optimizer(optimizer)
         assert held is not None
         with held.present_engine.user_code.running(False):
-            return optimizer_boxes(optimizer, names.parameters, held.present_engine)
+            return run_state.optimizer_boxes(optimizer, names.parameters, held.present_engine)
 
     def _places(
         self, names: NamesInFolder, optimizers: Sequence[Optimizer]
@@ -495,7 +486,7 @@ class Loading:
         states = None if held is None else held.state_of(target)
         if held is None or states is None:
             return saved
-        return states.checked(without_prefix(saved, parts.get(held, "")), placeholders)
+        return states.checked(without_prefix(saved, parts.get(held, "")), run_state.placeholders)
 
     def _load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         held = self._held.of_optimizer(optimizer)
@@ -505,14 +496,18 @@ class Loading:
             return
         engine = held.present_engine
         with engine.user_code.running(False):
-            read = local_optimizer_state if has_unread(state) else local_state_dict
+            read = run_state.local_optimizer_state if has_unread(state) else local_state_dict
             states.load(read(state, optimizer, engine))
 
     def _load_module(self, target: nn.Module, saved: Mapping[str, Any], *, strict: bool) -> None:
         held = self._held.of_module(target)
         agree = partial(agree_on_misfit, self._run.collectives)
         if held is None:
-            full = saved if self._is_mapped and loads_plainly(target) else self._to_keep(saved)
+            full = (
+                saved
+                if self._is_mapped and run_state.loads_plainly(target)
+                else self._to_keep(saved)
+            )
             load_module_state(target, full, strict=strict, agree=agree)
         elif held.loads_plainly and (is_stored(saved) or self._is_mapped):
             self._load_shards(held, saved, strict=strict)
@@ -524,9 +519,9 @@ class Loading:
     def _load_shards(self, held: HeldModule, saved: Mapping[str, Any], *, strict: bool) -> None:
         """Let each rank read what it has of a module from a folder, or a mapped file."""
         module, engine = held.module, held.present_engine
-        found = weight_misfits(module, saved, strict=strict)
+        found = run_state.weight_misfits(module, saved, strict=strict)
         agree_on_misfit(self._run.collectives, weights_error(module, found))
         with engine.user_code.running(False), torch.no_grad(), held.loading_plainly():
-            load_rest(module, saved)
-            load = read_weights if is_stored(saved) else load_into_shards
+            run_state.load_rest(module, saved)
+            load = run_state.read_weights if is_stored(saved) else load_into_shards
             load(module, saved, engine)

@@ -27,11 +27,7 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.model_split import LayerParts, has_parts
 from lightning_shard.errors import ConfigError
-from lightning_shard.optim.elementwise import (
-    needs_full_parameters,
-    parts_here,
-    why_not,
-)
+from lightning_shard.optim import elementwise
 
 
 def parameters_to_own(
@@ -43,7 +39,7 @@ def parameters_to_own(
         param
         for optimizer, group in groups
         if not all(param in blocks for param in group["params"])
-        and needs_full_parameters(optimizer, group)
+        and elementwise.needs_full_parameters(optimizer, group)
         for param in group["params"]
     }
     if owned:
@@ -125,7 +121,7 @@ class OwnedParameters:
         suited = {*engine.options.owned, *engine.options.blocks}
         others = [param for param in added if is_cut and param not in suited]
         cut = [home for param in others if (home := self._home(param)) is not None]
-        if cut and needs_full_parameters(self._optimizer, group):
+        if cut and elementwise.needs_full_parameters(self._optimizer, group):
             flat, index = cut[0]
             raise ConfigError(
                 f"Rank {self._engine.collectives.rank}: {type(self._optimizer).__name__} was given "
@@ -163,7 +159,7 @@ def _is_of_another_rank(home: tuple[FlatParameters, int] | None) -> bool:
 def why_not_as_they_lie(optimizer: Optimizer, engine: DataParallelEngine) -> str | None:
     """Say why an optimizer's update of the parameters as they lie here would be wrong."""
     for group in optimizer.param_groups:
-        reason = why_not(optimizer, [group], parts_here(group, engine))
+        reason = elementwise.why_not(optimizer, [group], elementwise.parts_here(group, engine))
         if reason is not None:
             return reason
     return None

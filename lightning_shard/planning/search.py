@@ -3,8 +3,8 @@
 fits in memory  ──>  fastest  ──>  of those within 2 %, the one with the fewest dimensions
                         └ its dry run, rank by rank, in place of the estimate
 
-Advice tells what low precision would bring where a plan does not fit, or waits for links: it changes
-the results of a step, and so is no candidate.
+Advice tells what low precision would bring where a plan does not fit, or waits for links: it
+changes the results of a step, and so is no candidate.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

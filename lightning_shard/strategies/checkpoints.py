@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_shard.checkpoint import run_folders
 from lightning_shard.checkpoint.background_saves import BackgroundSaves
 from lightning_shard.checkpoint.files.places import is_folder
 from lightning_shard.checkpoint.full import (
@@ -29,14 +30,6 @@ from lightning_shard.checkpoint.resuming import (
     error_of,
     failing_together,
     run_misfits,
-)
-from lightning_shard.checkpoint.run_folders import (
-    RunFolders,
-    checked_names,
-    is_stored,
-    load_folder,
-    local_state,
-    names_of,
 )
 from lightning_shard.checkpoint.section import (
     leave_out_frozen,
@@ -89,7 +82,7 @@ class Checkpoints(RunPart):
     def __init__(self, run: Any) -> None:
         super().__init__(run)
         self.saves = BackgroundSaves()
-        self.folders = RunFolders(self.saves)
+        self.folders = run_folders.RunFolders(self.saves)
         self.kept = KeptState()
 
     # --- saving -----------------------------------------------------------------------------------
@@ -285,7 +278,7 @@ class Checkpoints(RunPart):
             self._check_full()
             return raw.state_dict() if self.strategy.is_global_zero else {}
         if self._saves_boxes:
-            return optimizer_boxes(raw, names_of(self.run.checkpointed), engine)
+            return optimizer_boxes(raw, run_folders.names_of(self.run.checkpointed), engine)
         streamed = self._stream(engine)
         return full_state_dict(raw, engine) if streamed is None else streamed.optimizer_state(raw)
 
@@ -349,7 +342,7 @@ class Checkpoints(RunPart):
         return found
 
     def _load_folder(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        checkpoint = load_folder(
+        checkpoint = run_folders.load_folder(
             self.run.checkpointed, path, weights_only, in_full=self._others_see_loaded()
         )
         if self.run.is_fitting() and "loops" not in checkpoint:
@@ -376,7 +369,7 @@ class Checkpoints(RunPart):
         left_out = left_out_of(checkpoint)
         state = inner_entries(module, checkpoint["state_dict"])
         averages = is_fitting and engine is None
-        if is_stored(state):
+        if run_folders.is_stored(state):
             before = self.folders.take_weights(
                 run.checkpointed, state, strict=strict, left_out=left_out
             )
@@ -416,7 +409,7 @@ class Checkpoints(RunPart):
             return False
         self.kept.load(self.run.checkpointed, checkpoint)
         for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=True):
-            local = local_state(self.run.checkpointed, state, optimizer)
+            local = run_folders.local_state(self.run.checkpointed, state, optimizer)
             with self.run.engine.optimizer_view():
                 optimizer.load_state_dict(local)
         return True
@@ -426,7 +419,7 @@ class Checkpoints(RunPart):
         if states is None:  # they are checked later
             states, optimizers, misfits = [], [], list[str]()
         else:
-            states, misfits = checked_names(self.run.checkpointed, states)
+            states, misfits = run_folders.checked_names(self.run.checkpointed, states)
         return misfits or run_misfits(
             {**checkpoint, "optimizer_states": states},
             self.run.module,

@@ -20,13 +20,7 @@ from typing_extensions import override
 
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.parts import SchemeHooks
-from lightning_shard.strategies.trainer._lightning import (
-    after_optimizer_steps,
-    after_training_epochs,
-    around_validation,
-    layer_sync,
-    without_sigterm_broadcast,
-)
+from lightning_shard.strategies.trainer import _lightning
 
 
 class LocalUpdates(SchemeHooks):
@@ -41,15 +35,15 @@ class LocalUpdates(SchemeHooks):
     @override
     def begin_fit(self, trainer: "pl.Trainer") -> None:
         enter = self._in_loops.enter_context
-        enter(without_sigterm_broadcast(trainer))
-        enter(after_optimizer_steps(trainer, self.end_step))
-        enter(around_validation(trainer, self.in_agreement))
-        enter(after_training_epochs(trainer, self.end_epoch))
-        enter(after_training_epochs(trainer, self.run.checkpoints.saves.advance))
+        enter(_lightning.without_sigterm_broadcast(trainer))
+        enter(_lightning.after_optimizer_steps(trainer, self.end_step))
+        enter(_lightning.around_validation(trainer, self.in_agreement))
+        enter(_lightning.after_training_epochs(trainer, self.end_epoch))
+        enter(_lightning.after_training_epochs(trainer, self.run.checkpoints.saves.advance))
 
     def refuse(self, trainer: "pl.Trainer", syncs: str, averages: str) -> None:
         """Refuse what has ranks compute together, saying what that means here and what to do."""
-        if layer_sync(self.strategy) is not None:
+        if _lightning.layer_sync(self.strategy) is not None:
             raise ConfigError(
                 f"sync_batchnorm=True makes ranks wait for each other in every forward, but under "
                 f"{syncs}"

@@ -42,13 +42,8 @@ from lightning_shard.backends.authentication.token import (
     wrong_token,
 )
 from lightning_shard.backends.base import Backend
+from lightning_shard.backends.liveness import job_server
 from lightning_shard.backends.liveness.interruption import end_at_exit, interrupt_groups
-from lightning_shard.backends.liveness.job_server import (
-    end_service,
-    serve,
-    tell_address,
-    told_address,
-)
 from lightning_shard.backends.liveness.thread import (
     KeptConnection,
     unwatch_signals_by,
@@ -176,14 +171,14 @@ class ServedMembership(Membership):
         store = PrefixStore(f"lightning_shard/generation{number}", store_at(self._address, timeout))
         if generation.rank == 0:  # before it is ready: nobody waits for what a lost rank was to say
             own = replace(self._address, host=self._server.own_address, port=0)
-            tell_address(store, serve(own))
+            job_server.tell_address(store, job_server.serve(own))
         self._server.send({"kind": "ready", "generation": number})
         with self._news:
             self._await(lambda: self._go == number or self._has_lost(number), timeout)
             if self._go != number:
                 raise self._lost_while_meeting(generation)
         liveness.start(
-            told_address(store, self._address.token),
+            job_server.told_address(store, self._address.token),
             rank=generation.rank,
             world_size=generation.size,
             timeout=timeout,
@@ -216,7 +211,7 @@ class ServedMembership(Membership):
         if is_broken or (lifeline is not None and lifeline.has_verdict):
             interrupt_groups()
         liveness.stop()
-        end_service()
+        job_server.end_service()
         with contextlib.suppress(RuntimeError):  # what fails on a broken group is forgotten
             if dist.is_initialized():
                 dist.destroy_process_group()

@@ -12,13 +12,7 @@ from typing_extensions import override
 from lightning_shard.backends.in_process.faults import RankDropped, faults_to_inject
 from lightning_shard.backends.in_process.world import ElasticWorld, World, current_world
 from lightning_shard.backends.liveness.thread import TERMINATED_STATUS
-from lightning_shard.environments.launchers._lightning import (
-    Launcher,
-    TunerExit,
-    mark_terminated,
-    share_class_wrapping,
-    skip_hooks_of_exception,
-)
+from lightning_shard.environments.launchers import _lightning
 from lightning_shard.environments.launchers.failures import Circumstances, tell
 from lightning_shard.environments.launchers.replicas import Replica, told_once
 from lightning_shard.environments.launchers.survivors import adopt
@@ -27,7 +21,7 @@ from lightning_shard.errors import ConfigError, RankFailedError
 _CALLERS_THREAD = 0
 
 
-class InProcessLauncher(Launcher):
+class InProcessLauncher(_lightning.Launcher):
     """Runs a trainer's function on every rank of an in-process world.
 
     Rank 0 runs on this thread and on the originals, so that the caller's model holds the trained
@@ -91,7 +85,7 @@ class InProcessLauncher(Launcher):
                 results = world.run(run_rank)
             if world.termination.was_terminated and not world.termination.is_ending:
                 if trainer is not None:
-                    mark_terminated(trainer)
+                    _lightning.mark_terminated(trainer)
                 raise SIGTERMException(TERMINATED_STATUS)  # it came after the last step
             survivor = _lowest_survivor(world)
         except BaseException as error:
@@ -127,13 +121,13 @@ class _CallersRank:
     ) -> None:
         self._world, self._function, self._trainer = world, function, trainer
         self._has_told = False
-        self.exit: TunerExit | None = None
+        self.exit: _lightning.TunerExit | None = None
 
     def run(self) -> Any:
         """Run the function; callbacks hear of its error while the world still stands."""
         try:
             return self._function()
-        except TunerExit as left:
+        except _lightning.TunerExit as left:
             self.exit = left
             if self._trainer is not None:
                 self._trainer.strategy.teardown()
@@ -153,7 +147,7 @@ class _CallersRank:
             return
         if not self._has_told:  # another rank has raised after this one's end
             tell(self._trainer, Circumstances(heard=error))
-        skip_hooks_of_exception(self._trainer)
+        _lightning.skip_hooks_of_exception(self._trainer)
 
 
 def _meet(world: World, error: BaseException) -> Circumstances:
@@ -187,4 +181,4 @@ def _warn_of_failures(world: World) -> None:
         )
 
 
-share_class_wrapping()
+_lightning.share_class_wrapping()

@@ -11,17 +11,13 @@ from typing_extensions import override
 from lightning_shard.backends import liveness
 from lightning_shard.backends.pending import is_about_a_peer
 from lightning_shard.core import settings
-from lightning_shard.environments.launchers._lightning import (
-    SubprocessScriptLauncher,
-    TunerExit,
-    skip_hooks_of_exception,
-)
+from lightning_shard.environments.launchers import _lightning
 from lightning_shard.environments.launchers.failures import Circumstances, Salvaged, all_raise, tell
 from lightning_shard.environments.launchers.replicas import told_once
 from lightning_shard.errors import ConfigError, RankFailedError
 
 
-class ProcessLauncher(SubprocessScriptLauncher):
+class ProcessLauncher(_lightning.SubprocessScriptLauncher):
     """Lightning's launcher, with ranks that tell each other when one fails.
 
     It hears of an exception before the callbacks, which might wait for other ranks. See `failures`.
@@ -65,14 +61,14 @@ class ProcessLauncher(SubprocessScriptLauncher):
         try:
             with told_once(trainer):
                 result = super().launch(function, *args, trainer=trainer, **kwargs)
-        except TunerExit:  # every rank's, and no failure
+        except _lightning.TunerExit:  # every rank's, and no failure
             raise
         except BaseException as error:
             explained = _explain(error, _running(trainer))
             is_common = _have_all_raised(explained, trainer)
             if trainer is not None:
                 tell(trainer, _circumstances(explained, is_common))
-                skip_hooks_of_exception(trainer)
+                _lightning.skip_hooks_of_exception(trainer)
             if explained is not error:
                 raise explained from error
             raise

@@ -22,19 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_shard.backends.in_process.faults import RankDropped
 from lightning_shard.core.extensions import instead
-from lightning_shard.environments.launchers._copy import (
-    copy_with_functions,
-    exchange_iterator,
-    name_of,
-    way_of,
-)
-from lightning_shard.environments.launchers._lightning import (
-    TunerExit,
-    call_and_handle_interrupt,
-    forget_identities,
-    forget_launcher,
-    take_down,
-)
+from lightning_shard.environments.launchers import _copy, _lightning
 from lightning_shard.environments.launchers.failures import Circumstances, noted, tell
 from lightning_shard.errors import ConfigError
 
@@ -69,10 +57,10 @@ class Replica:
         )
         replica = cls(*copied)
         if replica.trainer is not None:
-            forget_launcher(replica.trainer)
+            _lightning.forget_launcher(replica.trainer)
         for owner in find_owners(replica.trainer, replica.args, replica.kwargs).values():
             if isinstance(owner, pl.LightningModule):
-                forget_identities(owner)
+                _lightning.forget_identities(owner)
         return replica
 
     def run(self, meet: Callable[[BaseException], Circumstances]) -> Any:
@@ -83,7 +71,7 @@ class Replica:
         if self.trainer is None:
             return self.function(*self.args, **self.kwargs)
         ended: list[BaseException] = []
-        result = call_and_handle_interrupt(self.trainer, self._call, meet, ended)
+        result = _lightning.call_and_handle_interrupt(self.trainer, self._call, meet, ended)
         if ended:
             raise ended[0]
         return result
@@ -96,7 +84,7 @@ class Replica:
         assert trainer is not None
         try:
             return self.function(*self.args, **self.kwargs)
-        except TunerExit:
+        except _lightning.TunerExit:
             raise
         except RankDropped as end:
             ended.append(end)
@@ -104,7 +92,7 @@ class Replica:
             ended.append(error)
             tell(trainer, meet(error))
             with noted(error, "the teardown"):
-                take_down(trainer, error)
+                _lightning.take_down(trainer, error)
         return None
 
 
@@ -139,11 +127,11 @@ def copy_for_rank(
     exchanged = list[Any]()
     while True:
         try:
-            return copy_with_functions(call, dict(memo), modules, others)
+            return _copy.copy_with_functions(call, dict(memo), modules, others)
         except Exception as error:
-            way = way_of(error)
-            name = name_of(way, names, "what is launched")
-            iterator = exchange_iterator(way)
+            way = _copy.way_of(error)
+            name = _copy.name_of(way, names, "what is launched")
+            iterator = _copy.exchange_iterator(way)
             if iterator is None or any(one is iterator for one in exchanged):
                 raise ConfigError(
                     f"in_process: {name} cannot be copied for the ranks other than 0 "

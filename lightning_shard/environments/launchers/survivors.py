@@ -17,14 +17,8 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
+from lightning_shard.environments.launchers import _lightning
 from lightning_shard.environments.launchers._copy import copy_with_functions
-from lightning_shard.environments.launchers._lightning import (
-    copied_objects,
-    copy_metrics,
-    copy_progress,
-    exchange_strategy,
-    take_down,
-)
 from lightning_shard.environments.launchers.replicas import (
     Replica,
     find_owners,
@@ -44,7 +38,9 @@ def adopt(
 ) -> None:
     """Give the originals, on which a lost rank ran, a survivor's results."""
     if trainer is not None and not has_ended_well:
-        take_down(trainer, RankFailedError("Rank 0 was lost; the others went on without it."))
+        _lightning.take_down(
+            trainer, RankFailedError("Rank 0 was lost; the others went on without it.")
+        )
     originals = find_owners(trainer, args, kwargs)
     for name, owner in find_owners(survivor.trainer, survivor.args, survivor.kwargs).items():
         original = originals.get(name)
@@ -71,9 +67,9 @@ def _give_tensors(source: nn.Module, target: nn.Module) -> None:
 
 def _give_results(source: "pl.Trainer", target: "pl.Trainer") -> None:
     """Give a trainer the strategy, metrics, progress and callbacks' state of another."""
-    exchange_strategy(source, target)
-    copy_metrics(source, target)
-    copy_progress(source.fit_loop, target.fit_loop)
+    _lightning.exchange_strategy(source, target)
+    _lightning.copy_metrics(source, target)
+    _lightning.copy_progress(source.fit_loop, target.fit_loop)
     for callback, mine in zip(source.callbacks, target.callbacks, strict=False):  # type: ignore[attr-defined]
         if state := callback.state_dict():
             mine.load_state_dict(state)
@@ -93,7 +89,7 @@ def give_attributes(
     memo = memo_of(survivor.trainer, owners, (survivor.args, survivor.kwargs))
     memo.update({id(source): target for source, target in pairs})
     if trainer is not None and survivor.trainer is not None:
-        memo.update(copied_objects(survivor.trainer, trainer))
+        memo.update(_lightning.copied_objects(survivor.trainer, trainer))
     modules = modules_of(owners)
     for module in modules:
         memo.update({id(one): one for one in (*module.parameters(), *module.buffers())})

@@ -29,13 +29,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils._pytree import tree_map_only
 
-from lightning_shard.checkpoint.by_rank import (
-    entries_of_ranks,
-    entry_alone,
-    gather_entries,
-    in_memory,
-    own_entry,
-)
+from lightning_shard.checkpoint import by_rank
 from lightning_shard.checkpoint.random_state import (
     generator_state,
     load_generator_state,
@@ -321,7 +315,7 @@ class KeptState:
             shared, own = shared_state(engine), self._own_state(run, engine)
         if not run.is_folder:
             return {**shared, **_gathered(run, own, file)}
-        return {**shared, **(entry_alone(own, run.mesh, run.rank) if own else {})}
+        return {**shared, **(by_rank.entry_alone(own, run.mesh, run.rank) if own else {})}
 
     def keep(self, run: CheckpointedRun, *, failed: bool) -> None:
         """At the end of a fit, keep its state for checkpoints that are saved later; collective."""
@@ -339,24 +333,24 @@ class KeptState:
     def load(self, run: CheckpointedRun, checkpoint: Mapping[str, Any]) -> None:
         """Go on from what the ranks have kept; no communication."""
         section = section_of(checkpoint)
-        own = own_entry(section, run.mesh, run.rank)
+        own = by_rank.own_entry(section, run.mesh, run.rank)
         assert run.engine is not None
         compressor = run.engine.options.compression
         if compressor is not None:
-            kept = [entry.get("compression", {}) for _, entry in entries_of_ranks(section)]
+            kept = [entry.get("compression", {}) for _, entry in by_rank.entries_of_ranks(section)]
             shared = with_means(section.get("compression", {}), kept)
             exchanges = run.engine.exchanges
             load_state(compressor, exchanges, shared, own.get("compression"))
         for one in run.dimensions:
             if one.axis in own:
-                one.random_state = in_memory(own[one.axis]["random"])
+                one.random_state = by_rank.in_memory(own[one.axis]["random"])
         if self._place is not None:
             self._place.go_on(_of_place(own), _of_place(section.get("rank_0", {})))
 
 
 def _of_place(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a rank's place in the data is made of, in memory: its checkpoint may go."""
-    return {key: in_memory(entry[key]) for key in PLACE_ENTRIES if key in entry}
+    return {key: by_rank.in_memory(entry[key]) for key in PLACE_ENTRIES if key in entry}
 
 
 def shared_state(engine: DataParallelEngine) -> dict[str, Any]:
@@ -378,4 +372,4 @@ def _gathered(
     group = run.ranks
     if not own or group is None:
         return {}
-    return gather_entries(own, run.mesh, group, run.device, file)
+    return by_rank.gather_entries(own, run.mesh, group, run.device, file)

@@ -35,13 +35,7 @@ from lightning_shard.core.placeholders import Placeholder
 from lightning_shard.data_parallel.agreement import met
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.containers import held_values, with_values
-from lightning_shard.strategies.trainer._lightning import (
-    EpochValue,
-    epoch_values,
-    is_within_epoch,
-    sharing_values,
-    take_epoch_value,
-)
+from lightning_shard.strategies.trainer import _lightning
 from lightning_shard.strategies.trainer.exact_means import mean_of
 
 _MAX_FORMS = 64  # names that change with every batch must not fill the memory
@@ -271,23 +265,25 @@ def common_values(trainer: "pl.Trainer", strategy: Any) -> Iterator[None]:
 
     def at_epoch_end() -> None:
         exact = strategy.run.same_bits.values_of_epoch
-        of_all = met(epoch_values(trainer, exact), strategy.data_collectives, "an epoch's values")
+        of_all = met(
+            _lightning.epoch_values(trainer, exact), strategy.data_collectives, "an epoch's values"
+        )
         _check_steps(of_all, strategy.global_rank)
         for key, found in _by_name(of_all):
-            take_epoch_value(trainer, key, found[0].names, _combined(found))
+            _lightning.take_epoch_value(trainer, key, found[0].names, _combined(found))
         strategy.run.loops.check_settings(trainer)
 
     def mean(values: Mapping[str, Any]) -> Mapping[str, Any]:
         if trainer.state.status != TrainerStatus.RUNNING:  # others may be elsewhere
             return values
-        if is_within_epoch(trainer) and not strategy.meets_at_steps:
+        if _lightning.is_within_epoch(trainer) and not strategy.meets_at_steps:
             return values
         numbers = {key: float(one) for key, one in values.items() if _is_number(one)}
         of_all = met(numbers, strategy.data_collectives, "what is monitored")
         means = {key: sum(each) / len(each) for key, each in _by_name(of_all)}
         return {**values, **{key: _like(values.get(key), one) for key, one in means.items()}}
 
-    with sharing_values(trainer, at_epoch_end, mean):
+    with _lightning.sharing_values(trainer, at_epoch_end, mean):
         yield
 
 
@@ -306,7 +302,7 @@ def _by_name(of_all: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[An
         yield key, [one[key] for one in of_all if key in one]
 
 
-def _combined(found: Sequence[EpochValue]) -> float:
+def _combined(found: Sequence[_lightning.EpochValue]) -> float:
     if found[0].each and found[0].reduction in ("mean", "sum"):
         each = [value for one in found for value in one.each]
         return mean_of(each) if found[0].reduction == "mean" else math.fsum(one for one, _ in each)
@@ -316,7 +312,7 @@ def _combined(found: Sequence[EpochValue]) -> float:
     return total if found[0].reduction != "mean" else total / count if count else float("nan")
 
 
-def _check_steps(of_all: Sequence[Mapping[str, EpochValue]], rank: int) -> None:
+def _check_steps(of_all: Sequence[Mapping[str, _lightning.EpochValue]], rank: int) -> None:
     told = [
         {one.names[0]: one.in_steps for one in each.values() if one.in_steps} for each in of_all
     ]

@@ -25,14 +25,7 @@ from typing_extensions import override
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.strategies.micro_batches import number_in_step
 from lightning_shard.strategies.names import strategy_name
-from lightning_shard.tools.proving import changes
-from lightning_shard.tools.proving.causes import (
-    accumulated_multiple,
-    cause_in_shared_values,
-    find_cause,
-    first_random,
-    log_cause,
-)
+from lightning_shard.tools.proving import causes, changes
 from lightning_shard.tools.proving.changes import narrowed, shrunk
 from lightning_shard.tools.proving.comparison import (
     Comparison,
@@ -197,7 +190,7 @@ def _compared(subject: Subject, verdict: Verdict) -> Verdict:
     )
     if first is not None:
         lab = Laboratory(decided.subject, decided.ranks, decided.alone, first, decided.tolerance)
-        cause = find_cause(lab)
+        cause = causes.find_cause(lab)
         return replace(
             verdict, outcome="different", first=first, cause=cause, remarks=tuple(remarks)
         )
@@ -293,7 +286,7 @@ def _logged(verdict: Verdict, pair: _ComparedRuns, remarks: list[str]) -> Verdic
     if not wrong:
         return verdict
     lab = Laboratory(pair.subject, pair.ranks, pair.alone, wrong[0], pair.tolerance)
-    cause = log_cause(lab, wrong[0].place)
+    cause = causes.log_cause(lab, wrong[0].place)
     return replace(verdict, outcome="different", first=wrong[0], cause=cause)
 
 
@@ -324,7 +317,7 @@ def _accumulated(verdict: Verdict, pair: _ComparedRuns, remarks: list[str]) -> V
     except ConfigError:
         remarks.append("a step's batches cannot become one, so accumulation was not compared")
         return verdict
-    found = accumulated_multiple(pair.alone, whole, pair.tolerance)
+    found = causes.accumulated_multiple(pair.alone, whole, pair.tolerance)
     if found is None:
         return verdict
     place, got, want, ratio = found
@@ -421,9 +414,9 @@ def _largest(ranks: Sequence[_Rank]) -> dict[Kind, float]:
 
 
 def _cause(subject: Subject, rank: _Rank) -> Cause:
-    moved = first_random(subject, rank.batches, rank.tolerance)
+    moved = causes.first_random(subject, rank.batches, rank.tolerance)
     if moved is not None:
-        shared = cause_in_shared_values(subject, rank.batches, rank.tolerance)
+        shared = causes.cause_in_shared_values(subject, rank.batches, rank.tolerance)
         return shared or Cause(
             name="random numbers",
             because=f"{moved} draws random numbers, other ones on each rank",
