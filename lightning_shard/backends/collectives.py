@@ -492,11 +492,7 @@ class Collectives:
         )
 
     def _all_to_all(
-        self,
-        output: Tensor,
-        source: Tensor,
-        output_splits: list[int],
-        input_splits: list[int],
+        self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int]
     ) -> StartedTransfer:
         if self.size == 1:
             return copy_unless_same(output, source)

@@ -48,9 +48,7 @@ class ScratchPool:
     """
 
     def __init__(
-        self,
-        smallest_bytes: int = LARGEST_BLOCK_BYTES,
-        idle_limit_bytes: int = IDLE_LIMIT_BYTES,
+        self, smallest_bytes: int = LARGEST_BLOCK_BYTES, idle_limit_bytes: int = IDLE_LIMIT_BYTES
     ) -> None:
         self._smallest_bytes = smallest_bytes
         self._idle: list[Tensor] = []  # (bytes,) each, in order of size
@@ -135,11 +133,7 @@ class ExchangeCollectives(Collectives):
         return StartedTransfer(works=works)
 
     def _all_to_all(
-        self,
-        output: Tensor,
-        source: Tensor,
-        output_splits: list[int],
-        input_splits: list[int],
+        self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int]
     ) -> StartedTransfer:
         incoming = torch.split(output, output_splits)
         outgoing = torch.split(source, input_splits)

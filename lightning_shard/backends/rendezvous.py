@@ -68,10 +68,8 @@ def fresh_store(
         ConfigError: The ranks have different backends; on every rank, or all would wait.
     """
     desk = PrefixStore("lightning_shard/roll_call", store)
-    word, deadline = (
-        f"{secrets.token_hex(8)} {backend}",
-        monotonic() + patience.total_seconds(),
-    )
+    word = f"{secrets.token_hex(8)} {backend}"
+    deadline = monotonic() + patience.total_seconds()
     desk.set(f"hello/{rank}", word)
     desk.set_timeout(patience)
     meet = _call if rank == 0 else _answer

@@ -87,12 +87,7 @@ def check_sum_dtype(operation: str, rank: int, output: Tensor, source: Tensor) -
 
 
 def checked_splits(
-    operation: str,
-    rank: int,
-    size: int,
-    name: str,
-    tensor: Tensor,
-    splits: Sequence[int] | None,
+    operation: str, rank: int, size: int, name: str, tensor: Tensor, splits: Sequence[int] | None
 ) -> list[int]:
     """Return the number of the tensor's elements for each rank; splits=None means equally many."""
     numel = tensor.numel()

@@ -31,12 +31,7 @@ from lightning_shard.checkpoint.optimizer_state import (
 )
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
-from lightning_shard.data_parallel.optimizer_entries import (
-    flattened,
-    joined,
-    of_itself,
-    tensors_of,
-)
+from lightning_shard.data_parallel.optimizer_entries import flattened, joined, of_itself, tensors_of
 from lightning_shard.data_parallel.units.unit import HERE
 from lightning_shard.errors import CheckpointError
 

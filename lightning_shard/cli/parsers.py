@@ -169,10 +169,7 @@ _ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
             "choices": tuple(DTYPES),
             "help": "Turn floating-point weights into this format.",
         },
-        "--prefix": {
-            "default": "",
-            "help": "Write only weights whose names begin so, without it.",
-        },
+        "--prefix": {"default": "", "help": "Write only weights whose names begin so, without it."},
         "--max-shard-size": {
             "type": num_bytes,
             "default": "5GB",

@@ -58,8 +58,7 @@ class Scheme:
 
 
 _ZERO3 = Scheme(
-    class_name="ZeRO3Strategy",
-    text="Parameters, gradients and optimizer state are sharded.",
+    class_name="ZeRO3Strategy", text="Parameters, gradients and optimizer state are sharded."
 )
 SCHEMES: dict[str, Scheme] = {
     "shard_ddp": Scheme(

@@ -108,12 +108,7 @@ class Progress:
         else:
             _lightning.set_random_states(self.random)
             torch.manual_seed(torch.initial_seed() + rank)
-        put_logs(
-            trainer,
-            (own or self).logs,
-            reduce=trainer.strategy.reduce,
-            emptied=own is None,
-        )
+        put_logs(trainer, (own or self).logs, reduce=trainer.strategy.reduce, emptied=own is None)
 
 
 def _pickled(state: Any) -> bytes:

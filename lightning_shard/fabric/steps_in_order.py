@@ -34,11 +34,7 @@ class StepsInOrder:
         self._index, self._num_own, self._device = 0, num_own, device
         self._rank, self._notes_buffers = ranks.rank, True
         self._dealing = Dealing(
-            rank=ranks.rank,
-            num_ranks=ranks.size,
-            num_own=num_own,
-            stage=stage,
-            error=self.error,
+            rank=ranks.rank, num_ranks=ranks.size, num_own=num_own, stage=stage, error=self.error
         )
         neighbours = num_own if stage < 2 and ranks.size > 1 else 1
         if ranks.size & (ranks.size - 1) or neighbours & (neighbours - 1):

@@ -89,11 +89,7 @@ class FrozenAdam:
 
     @torch.no_grad()
     def _update(
-        self,
-        param: nn.Parameter,
-        state: dict[str, Any],
-        group: dict[str, Any],
-        exchange: Exchange,
+        self, param: nn.Parameter, state: dict[str, Any], group: dict[str, Any], exchange: Exchange
     ) -> None:
         scale = getattr(self._optimizer, "grad_scale", None)  # fused ones unscale by themselves
         overflow = getattr(self._optimizer, "found_inf", None)

@@ -54,13 +54,7 @@ from lightning_shard.tensor_parallel.probe import (
     with_tried_wrappers,
 )
 from lightning_shard.tensor_parallel.split import cuts_evenly
-from lightning_shard.tensor_parallel.styles import (
-    STYLES,
-    ParameterCut,
-    Style,
-    style_name,
-    style_of,
-)
+from lightning_shard.tensor_parallel.styles import STYLES, ParameterCut, Style, style_name, style_of
 from lightning_shard.tensor_parallel.wrappers import is_low_rank, linear_sizes
 
 _LEFT_FULL = ("replicate", "sequence_parallel")

@@ -54,10 +54,7 @@ def run_ranks(
         np.random.seed(seed + rank)
         random.seed(seed + rank)
         InProcessBackend().init_process_group(
-            rank=rank,
-            world_size=num_ranks,
-            device=torch.device("cpu"),
-            timeout=DEFAULT_TIMEOUT,
+            rank=rank, world_size=num_ranks, device=torch.device("cpu"), timeout=DEFAULT_TIMEOUT
         )
         return fn(rank)
 

@@ -72,10 +72,7 @@ class RanksRun(Generic[T]):
     """Runs a function on the ranks: rank 0 on this thread, each other on one of its own."""
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        function: Callable[[int], T],
-        has_ended: Callable[[int], None],
+        self, scheduler: Scheduler, function: Callable[[int], T], has_ended: Callable[[int], None]
     ) -> None:
         self._scheduler, self._function, self._has_ended = scheduler, function, has_ended
         self._results: list[T | None] = [None] * len(scheduler.ranks)

@@ -504,12 +504,7 @@ class ShmGroup(PythonGroup):
     shares_host = True
 
     def __init__(
-        self,
-        name: str,
-        global_ranks: tuple[int, ...],
-        rank: int,
-        timeout: timedelta,
-        store: Store,
+        self, name: str, global_ranks: tuple[int, ...], rank: int, timeout: timedelta, store: Store
     ) -> None:
         super().__init__(name, global_ranks, rank, timeout)
         self.failure: Exception | None = None

@@ -26,12 +26,7 @@ from lightning_shard.checkpoint.files.places import (
     local_path,
     remote_place,
 )
-from lightning_shard.checkpoint.files.reading import (
-    ArchiveFile,
-    is_archive,
-    read_file,
-    verify_file,
-)
+from lightning_shard.checkpoint.files.reading import ArchiveFile, is_archive, read_file, verify_file
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY
 from lightning_shard.checkpoint.sharded.entries import (
     is_flattened,
@@ -40,13 +35,7 @@ from lightning_shard.checkpoint.sharded.entries import (
     stored_entries,
 )
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, verify_whole
-from lightning_shard.checkpoint.unread import (
-    bytes_in,
-    exchanged,
-    is_unread,
-    present,
-    tensors_in,
-)
+from lightning_shard.checkpoint.unread import bytes_in, exchanged, is_unread, present, tensors_in
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
 
 Kind = Literal["sharded", "full", "weights", "safetensors", "huggingface"]

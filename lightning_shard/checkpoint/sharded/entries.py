@@ -352,9 +352,7 @@ def _is_of_weights(name: str, entries: Any) -> bool:
     )
 
 
-def parts_of(
-    folder: StoredFolder,
-) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
+def parts_of(folder: StoredFolder) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
     """Take a folder apart, whoever has written it: weights, states of optimizers, and the rest."""
     roots = {root: folder.nested(root) for root in folder.roots if root != CHECKPOINT_KEY}
     if len(roots) == 1 and not any(map(_is_known, roots)):

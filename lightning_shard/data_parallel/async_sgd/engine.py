@@ -40,10 +40,7 @@ class ShardOptimizerView(OptimizerView):
     """
 
     def __init__(
-        self,
-        reducer: Reducer,
-        optimizer: Optimizer,
-        own_update: Callable[[], Update],
+        self, reducer: Reducer, optimizer: Optimizer, own_update: Callable[[], Update]
     ) -> None:
         super().__init__([], reducer, None, Phases())
         self.flats: Sequence[FlatParameters] = ()

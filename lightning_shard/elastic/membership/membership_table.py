@@ -65,13 +65,7 @@ class MembershipTable:
     """
 
     def __init__(
-        self,
-        bounds: Bounds,
-        *,
-        initial_size: int,
-        silence_seconds: float,
-        tell: Tell,
-        now: float,
+        self, bounds: Bounds, *, initial_size: int, silence_seconds: float, tell: Tell, now: float
     ) -> None:
         self.number = 0
         self.members: tuple[str, ...] = ()

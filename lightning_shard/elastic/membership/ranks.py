@@ -419,11 +419,7 @@ def restarted_worker(environment: ClusterEnvironment) -> Restarted | None:
         return None
     place = settings.placement(settings.TORCHRUN)
     return Restarted(
-        by="torchrun",
-        job=run,
-        rank=place.rank,
-        world_size=place.world_size,
-        limit="--max-restarts",
+        by="torchrun", job=run, rank=place.rank, world_size=place.world_size, limit="--max-restarts"
     )
 
 

@@ -50,11 +50,7 @@ from lightning_shard.backends.liveness.thread import (
     watch_signals_by,
 )
 from lightning_shard.core import settings
-from lightning_shard.elastic.membership.generation import (
-    Generation,
-    Membership,
-    end_told,
-)
+from lightning_shard.elastic.membership.generation import Generation, Membership, end_told
 from lightning_shard.elastic.membership.rendezvous_server import MEMBER
 from lightning_shard.errors import JobOverError, RankFailedError
 

@@ -213,14 +213,7 @@ def _entries(value: Any) -> Iterable[Any]:
     return value if isinstance(value, (list, tuple, set)) else ()
 
 
-_TOLD = (
-    "after_save_checkpoint",
-    "finalize",
-    "log_graph",
-    "log_hyperparams",
-    "log_metrics",
-    "save",
-)
+_TOLD = ("after_save_checkpoint", "finalize", "log_graph", "log_hyperparams", "log_metrics", "save")
 
 
 @contextmanager

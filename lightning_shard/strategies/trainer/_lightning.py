@@ -381,9 +381,7 @@ def take_epoch_value(trainer: "pl.Trainer", key: str, names: tuple[str, str], va
 
 @contextmanager
 def recording_values(
-    trainer: "pl.Trainer",
-    note: Callable[..., None],
-    at_step: Callable[[Sequence[str]], None],
+    trainer: "pl.Trainer", note: Callable[..., None], at_step: Callable[[Sequence[str]], None]
 ) -> Iterator[None]:
     """Tell `note` of each value that steps log, and before loggers get some `at_step` of those."""
     loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector

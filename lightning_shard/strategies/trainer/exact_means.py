@@ -34,10 +34,7 @@ class ExactMeans:
 
     @contextmanager
     def inside(
-        self,
-        trainer: "pl.Trainer",
-        ranks: Callable[[], Collectives],
-        num_own: Callable[[], int],
+        self, trainer: "pl.Trainer", ranks: Callable[[], Collectives], num_own: Callable[[], int]
     ) -> Iterator[None]:
         """Keep what is logged inside, and let what is logged on steps be means of all ranks."""
 

@@ -231,9 +231,7 @@ def _scalar(value: Any, device: torch.device) -> Tensor:
     return scalar.to(device, dtype, copy=True)
 
 
-def _belonging_together(
-    microbatches: Sequence[Sequence[LoggedCall]],
-) -> list[list[LoggedCall]]:
+def _belonging_together(microbatches: Sequence[Sequence[LoggedCall]]) -> list[list[LoggedCall]]:
     """Return the n-th calls of each microbatch with one name and the same options, as one."""
     groups: defaultdict[Any, list[LoggedCall]] = defaultdict(list)
     for records in microbatches:
