@@ -63,8 +63,7 @@ from lightning_shard.checkpoint.files.torch_archive import (
     write_archive,
 )
 from lightning_shard.checkpoint.host_buffers import HostBuffers
-from lightning_shard.checkpoint.sharded.box_writer import index_of, write_boxes
-from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
+from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor, index_of, write_boxes
 from lightning_shard.checkpoint.sharded.folder import text_of, with_keys
 from lightning_shard.errors import CheckpointError
 

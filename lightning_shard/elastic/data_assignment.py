@@ -34,8 +34,12 @@ from torch.optim import Optimizer
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core import settings
 from lightning_shard.elastic._lightning import epoch_of_samplers, is_within_step, val_check_interval
-from lightning_shard.elastic.data_loaders import batches_asked_for, find_order, install
-from lightning_shard.elastic.elastic_sampler import ElasticBatchSampler
+from lightning_shard.elastic.elastic_sampler import (
+    ElasticBatchSampler,
+    batches_asked_for,
+    find_order,
+    install,
+)
 from lightning_shard.elastic.epoch_order import Position
 from lightning_shard.elastic.shares import num_parts
 from lightning_shard.errors import ConfigError, RankFailedError

@@ -70,9 +70,9 @@ from lightning_shard.fabric.sharded_module import (
 from lightning_shard.fabric.steps_in_order import StepsInOrder
 from lightning_shard.optim.clipping import clip_grad_norm, clip_grad_value
 from lightning_shard.optim.host_step import warn_of_cpu_ranks
+from lightning_shard.precision.plugins import ShardedGradScaler, device_scale
 from lightning_shard.precision.policy import dtype_policy
-from lightning_shard.precision.scaler import ShardedGradScaler, device_scale
-from lightning_shard.strategies.hybrid_sharding import with_secondary
+from lightning_shard.strategies.groups import with_secondary
 from lightning_shard.strategies.joining import LocalRanks, OnLocalRanks, check_num_nodes
 from lightning_shard.strategies.micro_batches import only_deterministic
 from lightning_shard.strategies.names import check_interactive

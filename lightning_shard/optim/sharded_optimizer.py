@@ -59,10 +59,15 @@ from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
 from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.optim.blockwise import BegunStates
-from lightning_shard.optim.elementwise import RAISED, LaterSteps, is_of_torch, why_not_separate
+from lightning_shard.optim.elementwise import (
+    RAISED,
+    LaterSteps,
+    OwnMethods,
+    is_of_torch,
+    why_not_separate,
+)
 from lightning_shard.optim.flat_step import FlatStep, FrozenAdam
 from lightning_shard.optim.host_step import StepOnHost
-from lightning_shard.optim.own_methods import OwnMethods
 from lightning_shard.optim.owned_parameters import OwnedParameters, why_not_as_they_lie
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, parameter_behind
 

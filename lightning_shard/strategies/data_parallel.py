@@ -48,7 +48,7 @@ from lightning_shard.planning.description import Description, Measure
 from lightning_shard.planning.dry_run import dry_run
 from lightning_shard.precision.plugins import sharded_plugin
 from lightning_shard.strategies.dimensions.dimension import ParallelDimension
-from lightning_shard.strategies.hybrid_sharding import DataParallelSize
+from lightning_shard.strategies.groups import DataParallelSize
 from lightning_shard.strategies.joining import LocalRanks, OnLocalRanks
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.options import DataParallelOptions, LightningOptions, OptionNames

@@ -53,9 +53,8 @@ from lightning_shard.optim.sharded_optimizer import (
 )
 from lightning_shard.planning.dry_run import SimulatedEnvironment
 from lightning_shard.planning.simulated_model import SimulatedCollectives
-from lightning_shard.precision.plugins import ShardedPrecision
+from lightning_shard.precision.plugins import ShardedPrecision, device_scale
 from lightning_shard.precision.policy import TRUE_DTYPES, dtype_policy
-from lightning_shard.precision.scaler import device_scale
 from lightning_shard.strategies.dimensions.dimension import (
     PlainRunner,
     RunView,

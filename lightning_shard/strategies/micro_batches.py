@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, Dataset, DistributedSampler, get_work
 from typing_extensions import override
 
 from lightning_shard.core import settings
-from lightning_shard.elastic.data_loaders import replace_samplers
+from lightning_shard.elastic.elastic_sampler import replace_samplers
 from lightning_shard.errors import ConfigError
 
 TRAINING, EVALUATION, UPDATE, EPOCH_END, BATCH_START = range(5)

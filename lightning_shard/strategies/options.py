@@ -43,7 +43,7 @@ from lightning_shard.strategies.dimensions.context import ContextAxis, ContextOp
 from lightning_shard.strategies.dimensions.experts import ExpertAxis
 from lightning_shard.strategies.dimensions.pipeline import PipelineAxis, PipelineOptions
 from lightning_shard.strategies.dimensions.tensor import TensorAxis, TensorOptions
-from lightning_shard.strategies.hybrid_sharding import DataParallelSize
+from lightning_shard.strategies.groups import DataParallelSize
 
 _LONGEST = timedelta(days=365)  # torch counts milliseconds
 _COLLECTING = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)

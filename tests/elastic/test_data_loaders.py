@@ -23,8 +23,7 @@ from torch.utils.data import (
 )
 
 from lightning_shard import ZeRO2Strategy
-from lightning_shard.elastic.data_loaders import find_order, install
-from lightning_shard.elastic.elastic_sampler import ElasticBatchSampler
+from lightning_shard.elastic.elastic_sampler import ElasticBatchSampler, find_order, install
 from lightning_shard.elastic.epoch_order import EpochOrder
 from lightning_shard.errors import ConfigError
 from tests.strategies.parity import UPSTREAM_WARNINGS

@@ -11,8 +11,7 @@ from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from lightning_shard.elastic.data_loaders import install
-from lightning_shard.elastic.elastic_sampler import ElasticBatchSampler
+from lightning_shard.elastic.elastic_sampler import ElasticBatchSampler, install
 from lightning_shard.elastic.epoch_order import EpochOrder, Position
 from lightning_shard.errors import ConfigError, LayoutError
 

@@ -30,7 +30,7 @@ REASONS_ON_GPUS = (
         "Gradients on the host are scaled by the norm, which was combined on the device.",
     ),
     Reason(
-        "lightning_shard/precision/scaler.py _agree_on_overflow",
+        "lightning_shard/precision/plugins.py _agree_on_overflow",
         "",
         "copy to the host and back",
         2,

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 import lightning_shard
 from lightning_shard import AsyncSGDStrategy, ConfigError, LocalSGDStrategy
-from lightning_shard.optim import elementwise, own_methods
-from lightning_shard.optim.own_methods import OwnMethods
+from lightning_shard.optim import elementwise
+from lightning_shard.optim.elementwise import OwnMethods
 from tests.optim.foreign_optimizers import MADGRAD, EarlySteps, OfOwnForm, ScheduleFree
 from tests.optim.test_foreign_optimizers import style_with
 from tests.strategies.parity import ignoring, quiet_trainer
@@ -138,7 +138,7 @@ def test_an_error_of_the_trials_own_is_raised(broken: str, monkeypatch: pytest.M
         raise ZeroDivisionError(broken)
 
     optimizer = EarlySteps([nn.Parameter(torch.randn(4, 5))], 0.05)
-    monkeypatch.setattr(elementwise if broken == "snapshot" else own_methods, broken, fail)
+    monkeypatch.setattr(elementwise, broken, fail)
     with pytest.raises(ZeroDivisionError, match=broken):
         OwnMethods(optimizer, lambda call, _: call())
 

@@ -3,7 +3,7 @@
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from lightning_shard.precision.scaler import device_scale
+from lightning_shard.precision.plugins import device_scale
 
 
 def test_the_scale_is_that_of_the_step_and_nobody_reads_it() -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_shard
 from lightning_shard import CheckpointError, ConfigError
-from lightning_shard.precision.scaler import ShardedGradScaler
+from lightning_shard.precision.plugins import ShardedGradScaler
 from tests.trainers import SILENT
 
 STRATEGIES = ["shard_ddp", "zero1", "zero2", "zero3"]

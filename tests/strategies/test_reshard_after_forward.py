@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_shard import ZeRO2Strategy, ZeRO3Strategy
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.errors import ConfigError
-from lightning_shard.strategies.hybrid_sharding import with_secondary
+from lightning_shard.strategies.groups import with_secondary
 from lightning_shard.testing import run_ranks
 from tests.fabric.nets import Net, adam, batch_of, on_ranks, weights_of
 from tests.groups import all_ranks

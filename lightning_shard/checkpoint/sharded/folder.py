@@ -59,8 +59,11 @@ from lightning_shard.checkpoint.files.places import (
 )
 from lightning_shard.checkpoint.files.reading import read_file
 from lightning_shard.checkpoint.files.torch_archive import PART_BYTES
-from lightning_shard.checkpoint.sharded.box_writer import bytes_before_elements, is_plain
-from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
+from lightning_shard.checkpoint.sharded.boxed_tensor import (
+    BoxedTensor,
+    bytes_before_elements,
+    is_plain,
+)
 from lightning_shard.checkpoint.unread import exchanged, tensors_in
 from lightning_shard.errors import CheckpointError
 

@@ -42,8 +42,7 @@ from lightning_shard.strategies.dimensions.dimension import (
     StepRunner,
 )
 from lightning_shard.strategies.trainer.hook_advice import may_edit_before_backward
-from lightning_shard.strategies.trainer.logs.logger_calls import LoggerCalls
-from lightning_shard.strategies.trainer.logs.step_logs import StepLogs
+from lightning_shard.strategies.trainer.logs.step_logs import LoggerCalls, StepLogs
 
 _LOADERS: dict[StepKind, str] = {
     "training": "train_dataloader",

@@ -33,7 +33,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_shard.elastic.data_loaders import (
+from lightning_shard.elastic.elastic_sampler import (
     batches_asked_for,
     has_own_batches,
     replace_samplers,

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_shard.checkpoint.sharded.box_writer import index_of
-from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
+from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor, index_of
 from lightning_shard.checkpoint.sharded.folder import read_index
 from lightning_shard.checkpoint.sharded.run_state import loads_plainly
 from lightning_shard.errors import CheckpointError

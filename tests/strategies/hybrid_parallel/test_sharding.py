@@ -19,7 +19,7 @@ from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.data_parallel.held_bytes import HeldBytes
 from lightning_shard.errors import ConfigError
 from lightning_shard.planning.report import DryRun
-from lightning_shard.strategies.hybrid_sharding import (
+from lightning_shard.strategies.groups import (
     replicate_ranks,
     shard_ranks,
     shard_size,
