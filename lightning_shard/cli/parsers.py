@@ -1,6 +1,7 @@
 """The arguments of subcommands, parsed without torch; of Lightning's own, those used most."""
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning_shard.cli.arguments import (
@@ -106,8 +107,20 @@ def _flag(text: str) -> dict[str, Any]:
     return {"action": "store_true", "help": text}
 
 
-def _file(text: str) -> dict[str, Any]:
-    return {"type": new_file, "metavar": "FILE", "help": text}
+def _file(text: str, kind: Callable[[str], Any] = new_file) -> dict[str, Any]:
+    return {"type": kind, "metavar": "FILE", "help": text}
+
+
+def _size(text: str, default: str | None = None) -> dict[str, Any]:
+    return {"type": num_bytes, "metavar": "SIZE", "default": default, "help": text}
+
+
+def _number(text: str, default: int | None = None, **given: Any) -> dict[str, Any]:
+    return {"type": at_least_one, "metavar": "N", "default": default, "help": text, **given}
+
+
+def _one_of(text: str, choices: Iterable[str], default: str | None = None) -> dict[str, Any]:
+    return {"choices": (*choices,), "default": default, "help": text}
 
 
 _JSON = _flag("Print JSON, for scripts.")
@@ -160,95 +173,58 @@ _ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
     "consolidate": {
         "source": {"metavar": "SRC", "help": "The checkpoint, a folder or a file."},
         "output": {"metavar": "OUT", "help": "Where to; the suffix says as what."},
-        "--format": {
-            "choices": ("ckpt", "pt", "safetensors", "huggingface"),
-            "help": "What OUT is, whatever its suffix.",
-        },
+        "--format": _one_of(
+            "What OUT is, whatever its suffix.", ("ckpt", "pt", "safetensors", "huggingface")
+        ),
         "--weights-only": _flag("Write a .ckpt without optimizers, schedulers and callbacks."),
-        "--dtype": {
-            "choices": tuple(DTYPES),
-            "help": "Turn floating-point weights into this format.",
-        },
+        "--dtype": _one_of("Turn floating-point weights into this format.", DTYPES),
         "--prefix": {"default": "", "help": "Write only weights whose names begin so, without it."},
-        "--max-shard-size": {
-            "type": num_bytes,
-            "default": "5GB",
-            "metavar": "SIZE",
-            "help": "Longest file of the Hugging Face layout (default: %(default)s).",
-        },
+        "--max-shard-size": _size(
+            "Longest file of the Hugging Face layout (default: %(default)s).", "5GB"
+        ),
         "--trust": _flag("Load objects, too (hyperparameters, callbacks): loading them runs code."),
     },
     "describe": {
         "path": {"metavar": "PATH", "help": "The checkpoint, a folder or a file."},
         "--verify": _flag("Compare it with its checksums."),
         "--json": _JSON,
-        "--depth": {
-            "type": at_least_one,
-            "default": 3,
-            "help": "Levels of modules (default: %(default)s).",
-        },
+        "--depth": _number("Levels of modules (default: %(default)s).", 3),
     },
     "plan": {
         "--config": {"type": configuration, "required": True, "help": "A config of `fit`."},
-        "--devices": {"type": at_least_one, "required": True, "help": "Number of all devices."},
-        "--nodes": {"type": at_least_one, "help": "Number of nodes they are in."},
-        "--device-memory": {
-            "type": num_bytes,
-            "metavar": "SIZE",
-            "help": "Memory of a device, such as 80GiB (default: the machine's).",
-        },
+        "--devices": _number("Number of all devices.", required=True),
+        "--nodes": _number("Number of nodes they are in."),
+        "--device-memory": _size("Memory of a device, such as 80GiB (default: the machine's)."),
         "--machine": {
             "default": "h100",
             "help": "Profile: h100, a100, cpu or a JSON file of your own (default: %(default)s).",
         },
-        "--global-batch": {
-            "type": at_least_one,
-            "metavar": "N",
-            "help": "Samples of a step of all devices (default: the config's batch on each).",
-        },
-        "--precision": {
-            "choices": PRECISIONS,
-            "help": "Lightning's string (default: the config's).",
-        },
-        "--tensor-plan": {
-            "type": mapping_in,
-            "metavar": "FILE",
-            "help": "YAML of the layers that tensor parallel splits.",
-        },
+        "--global-batch": _number(
+            "Samples of a step of all devices (default: the config's batch on each)."
+        ),
+        "--precision": _one_of("Lightning's string (default: the config's).", PRECISIONS),
+        "--tensor-plan": _file("YAML of the layers that tensor parallel splits.", mapping_in),
         "--values": _flag(
             "Build the module with values, for code that reads them while it is made."
         ),
         "--all": _flag("Print the best of every strategy, with all figures."),
         "--json": _JSON,
         "--yaml": _file("Write the recommended trainer options."),
-        "--picture": {
-            "type": new_picture,
-            "metavar": "FILE",
-            "help": "Draw memory against a device's.",
-        },
+        "--picture": _file("Draw memory against a device's.", new_picture),
     },
     "doctor": {
         "--json": _JSON,
         "--measure": _file("Write a machine profile for `plan`."),
-        "--ranks": {
-            "type": at_least_one,
-            "metavar": "N",
-            "help": "Ranks that measure (default: the GPUs, or 2).",
-        },
-        "--backend": {
-            "choices": ("auto", *BACKENDS),
-            "default": "auto",
-            "help": "Backend between them (default: %(default)s).",
-        },
-        "--network": {
-            "type": num_bytes,
-            "metavar": "SIZE",
-            "help": "Bytes a second of a device to other hosts, such as 50GB "
-            "(default: the adapters').",
-        },
+        "--ranks": _number("Ranks that measure (default: the GPUs, or 2)."),
+        "--backend": _one_of(
+            "Backend between them (default: %(default)s).", ("auto", *BACKENDS), "auto"
+        ),
+        "--network": _size(
+            "Bytes a second of a device to other hosts, such as 50GB (default: the adapters')."
+        ),
     },
     "strategies": {"--json": _JSON},
-    "completion": {"shell": {"choices": SHELLS, "help": "The shell."}},
+    "completion": {"shell": _one_of("The shell.", SHELLS)},
     "report": {
         "run_folder": {"metavar": "RUN_DIR", "help": "Folder of the run."},
         "others": {"metavar": "OTHER", "nargs": "*", "help": "Others, laid over it."},

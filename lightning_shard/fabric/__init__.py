@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_shard.fabric.for_trainer import trainer_checkpoint
+    from lightning_shard.fabric.checkpoints import trainer_checkpoint
     from lightning_shard.fabric.strategy import (
         DDPStrategy,
         FabricStrategy,
@@ -24,7 +24,7 @@ else:
             ("DDPStrategy", "FabricStrategy", "ZeRO1Strategy", "ZeRO2Strategy", "ZeRO3Strategy"),
             "strategy",
         ),
-        "trainer_checkpoint": "for_trainer",
+        "trainer_checkpoint": "checkpoints",
     }
 
     def __getattr__(name: str) -> Any:

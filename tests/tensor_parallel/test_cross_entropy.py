@@ -7,7 +7,10 @@ from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_parallel.cross_entropy import LossOptions, parallel_cross_entropy
+from lightning_shard.tensor_parallel.dim_sharded_operations import (
+    LossOptions,
+    parallel_cross_entropy,
+)
 from lightning_shard.testing import run_ranks
 from tests.groups import all_ranks
 
