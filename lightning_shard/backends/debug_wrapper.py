@@ -87,6 +87,15 @@ class Fingerprint:
             takes=_summaries(_taken(call)),
         )
 
+    def of_rank(self, rank: int) -> Side:
+        """Return what an error tells of the call of a rank."""
+        return Side(rank=rank, operation=self.operation, site=self.site)
+
+    @property
+    def place(self) -> str:
+        """The call and its site in words."""
+        return f"{self.operation} at {self.site}"
+
     def encode(self) -> str:
         """Bring into the form that `decode` reads."""
         return json.dumps(asdict(self))
@@ -351,7 +360,7 @@ class ComparedMessages:
     def send(self, call: Call) -> "SentWork":
         """Start to send, and post what is sent; in this order, since a group may refuse to send."""
         board, mine = self._bulletin, Fingerprint.of(call, self._inner.size())
-        board.raise_known_problem(f"{mine.operation} at {mine.site}")
+        board.raise_known_problem(mine.place)
         with self._lock:
             work = self._inner.send(list(call.inputs), call.root, call.tag or 0)
             self._sent[call.root, call.tag] += 1
@@ -363,7 +372,7 @@ class ComparedMessages:
     def receive(self, call: Call) -> "ReceivedWork":
         """Receive as soon as the send has been posted and compared."""
         board, mine = self._bulletin, Fingerprint.of(call, self._inner.size())
-        board.raise_known_problem(f"{mine.operation} at {mine.site}")
+        board.raise_known_problem(mine.place)
         awaited = ComparedReceive(call, mine, self._inner.size())
         with self._lock:
             if call.root != ANY_SOURCE and call.outputs[0].is_cuda:
@@ -427,8 +436,8 @@ class ComparedMessages:
                 describe_disagreement(
                     board.group,
                     self._received[source, awaited.call.tag],
-                    got=Side(rank=ranks[board.rank], operation=mine.operation, site=mine.site),
-                    expected=Side(rank=ranks[source], operation=sent.operation, site=sent.site),
+                    got=mine.of_rank(ranks[board.rank]),
+                    expected=sent.of_rank(ranks[source]),
                     what="a message does not fit its receive",
                 )
             )
@@ -491,8 +500,8 @@ class SentWork(MessageWork):
         self._key, self._work = key, work
 
     def _compared(self) -> dist.Work:
-        place = f"{self._mine.operation} at {self._mine.site}"
-        self._board.wait_until(lambda: not self._board.holds(self._key), place, self._late)
+        board, key = self._board, self._key
+        board.wait_until(lambda: not board.holds(key), self._mine.place, self._late)
         return self._work
 
     def is_completed(self) -> bool:
@@ -508,7 +517,7 @@ class ReceivedWork(MessageWork):
         self._awaited = awaited
 
     def _compared(self) -> dist.Work:
-        awaited, place = self._awaited, f"{self._mine.operation} at {self._mine.site}"
+        awaited, place = self._awaited, self._mine.place
         self._board.wait_until(awaited.settled.is_set, place, self._late)
         if awaited.failure is not None:
             raise awaited.failure
@@ -572,11 +581,11 @@ class Comparer(PythonGroup):
     @override
     def _start(self, call: Call) -> Work:
         board, mine = self._bulletin, Fingerprint.of(call, self.size())
-        board.raise_known_problem(f"{mine.operation} at {mine.site}")
+        board.raise_known_problem(mine.place)
         self._number += 1
         board.post(self._key(self._number, board.rank), mine)
         keys = [self._key(self._number, rank) for rank in range(self.size())]
-        place = f"{mine.operation} at {mine.site}"
+        place = mine.place
         board.wait_until(partial(board.holds, *keys), place, partial(self._describe_late, mine))
         calls = board.read(keys)
         # Who has posted this number has read all of the last one, so nobody reads the one before.
@@ -589,7 +598,7 @@ class Comparer(PythonGroup):
         if misfit is None:
             self._compare_sites(calls)
             return
-        got, expected = (self._side(rank, calls[rank]) for rank in misfit[:2])
+        got, expected = (calls[rank].of_rank(self.global_ranks[rank]) for rank in misfit[:2])
         board = self._bulletin
         problem = describe_disagreement(
             board.group, self._number, got=got, expected=expected, what=misfit[2]
@@ -635,9 +644,6 @@ class Comparer(PythonGroup):
             return "has not called anything in this group"
         call = self._bulletin.read([last])[0]
         return f"its last one was {call.operation} at {call.site}"
-
-    def _side(self, rank: int, call: Fingerprint) -> Side:
-        return Side(rank=self.global_ranks[rank], operation=call.operation, site=call.site)
 
     def _key(self, number: int, rank: int) -> str:
         return f"call/{number}/{rank}"

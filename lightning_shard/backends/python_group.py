@@ -3,7 +3,7 @@
 torch 2.13 renamed some methods and looks for either name, so each has both.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -66,6 +66,15 @@ def _root(opts: Any) -> int:
     return root
 
 
+def _of_one(coalesced: Callable[..., Work]) -> Callable[..., Work]:
+    """Make the method for one output and input of that for several."""
+
+    def method(self: "PythonGroup", output: Tensor, input: Tensor, opts: Any = None) -> Work:  # noqa: A002
+        return coalesced(self, [output], [input], opts)
+
+    return method
+
+
 class PythonGroup(GroupHandle):
     """One rank's handle of one group; a subclass says in `_start` how a call is carried out."""
 
@@ -102,15 +111,6 @@ class PythonGroup(GroupHandle):
             "reduce_scatter", _one_list(inputs), as_list(outputs), reduce_op=_reduce_op(opts)
         )
 
-    def reduce_scatter_single(
-        self,
-        output: Tensor,
-        input: Tensor,  # noqa: A002 - c10d's name
-        opts: Any = None,
-    ) -> Work:
-        """Reduce one tensor (W * N) and keep this rank's N elements."""
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
-
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
@@ -118,7 +118,7 @@ class PythonGroup(GroupHandle):
         self._check_sizes("reduce_scatter_tensor", outputs, inputs)
         return self._post("reduce_scatter_single", inputs, outputs, reduce_op=_reduce_op(opts))
 
-    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_single = _reduce_scatter_base = _of_one(reduce_scatter_single_coalesced)
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # --- copies --------------------------------------------------------------------------------
@@ -143,15 +143,6 @@ class PythonGroup(GroupHandle):
         pairs = zip(output_lists, inputs, strict=True)
         return CoalescedWork([self.allgather([slots], [part], opts) for slots, part in pairs])
 
-    def all_gather_single(
-        self,
-        output: Tensor,
-        input: Tensor,  # noqa: A002 - c10d's name
-        opts: Any = None,
-    ) -> Work:
-        """Concatenate the ranks' tensors (N) into one (W * N) on every rank."""
-        return self.all_gather_single_coalesced([output], [input], opts)
-
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
@@ -160,7 +151,7 @@ class PythonGroup(GroupHandle):
         self._check_sizes("all_gather_into_tensor", inputs, outputs)
         return self._post("all_gather_single", inputs, outputs)
 
-    _allgather_base = all_gather_single
+    all_gather_single = _allgather_base = _of_one(all_gather_single_coalesced)
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:

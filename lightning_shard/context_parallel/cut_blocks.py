@@ -465,6 +465,7 @@ class CutBlocks:
     Attributes:
         num_cut: Number of calls that were given hidden states so far.
         in_full: Knows which operations needed the full sequence.
+        compiled: Those of the model's modules that are compiled.
     """
 
     def __init__(
@@ -479,7 +480,7 @@ class CutBlocks:
         self.blocks = dict(named_blocks(model, None))
         self._kinds = {name: _kind(block) for name, block in self.blocks.items()}
         _check(model, self.blocks)
-        self._compiled = CompiledModules(model, self.blocks, group)
+        self.compiled = CompiledModules(model, self.blocks, group)
         self._functions = AttentionFunctions()
         last = {name.rpartition(".")[0]: name for name in self.blocks}
         end = next(reversed(last.values()), None)
@@ -489,7 +490,7 @@ class CutBlocks:
             joins = joins_each or name in last.values()
             leave = TracedHook(partial(self._left, joins, name == end and not joins_each))
             self._handles.append(block.register_forward_hook(leave, always_call=True))
-        self._compiled.begin()
+        self.compiled.begin()
 
     def check_cut(self, model: nn.Module) -> None:
         """Refuse to train where no block was called with a tensor of shape (B, S, E)."""
@@ -503,13 +504,9 @@ class CutBlocks:
                 f"expected blocks of a transformer. Use strategy='zero2' or 'zero3'."
             )
 
-    def step_done(self) -> None:
-        """Let what was watched in a step run compiled in later ones, where blocks are compiled."""
-        self._compiled.share_out()
-
     def restore(self) -> None:
         """Let blocks be called with full sequences again."""
-        self._compiled.restore()
+        self.compiled.restore()
         self._functions.restore()
         for handle in self._handles:
             handle.remove()

@@ -18,7 +18,7 @@ from lightning_shard.errors import ConfigError
 @contextmanager
 def random_streams_kept(cuda: Sequence[int] = ()) -> Iterator[None]:
     """Put torch's, NumPy's and Python's random numbers back, and those of GPUs of these numbers."""
-    python, arrays = random.getstate(), np.random.get_state()
+    python, arrays = random.getstate(), np.random.get_state(legacy=False)
     try:
         with torch.random.fork_rng(devices=cuda):
             yield

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, Sampler
 
+from lightning_shard.core.modules import random_streams_kept
 from lightning_shard.errors import ConfigError, LayoutError
 
 _np_random: Any = np.random  # its stubs leave out `get_bit_generator`
@@ -170,16 +171,12 @@ def _word(seeds: np.random.SeedSequence) -> int:
 def _random_numbers_of(seeds: np.random.SeedSequence) -> Iterator[None]:
     """Inside, the CPU's global random numbers begin at these seeds; outside, nothing was drawn."""
     word = _word(seeds)
-    python_state, torch_state = random.getstate(), torch.get_rng_state()
     numpy_generator = _np_random.get_bit_generator()
-    numpy_state = np.random.get_state(legacy=False)
-    try:
+    with random_streams_kept():
         random.seed(word)
         torch.default_generator.manual_seed(word)  # torch.manual_seed would seed the GPUs as well
         _np_random.set_bit_generator(np.random.MT19937(seeds))
-        yield
-    finally:
-        random.setstate(python_state)
-        torch.set_rng_state(torch_state)
-        _np_random.set_bit_generator(numpy_generator)
-        np.random.set_state(numpy_state)
+        try:
+            yield
+        finally:
+            _np_random.set_bit_generator(numpy_generator)

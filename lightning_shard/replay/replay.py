@@ -33,7 +33,7 @@ from lightning_shard.backends.base import Backend
 from lightning_shard.backends.calls import Call, op_name
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.exchange import ExchangeCollectives
-from lightning_shard.backends.group_handle import CallWork
+from lightning_shard.backends.group_handle import CallWork, ranks_of
 from lightning_shard.backends.in_process.channel import like_gloo
 from lightning_shard.backends.packing import write
 from lightning_shard.backends.pending import StartedTransfer
@@ -379,6 +379,7 @@ def group_of_one(tape: CallTape, num_ranks: int) -> Iterator[None]:
             "none. Replay in a process of its own, or after destroy_process_group()."
         )
     _tapes.append(tape)
+    before = getattr(rank_zero_only, "rank", None)
     try:
         dist.init_process_group(NAME, store=_c10d.HashStore(), rank=tape.rank, world_size=num_ranks)
         yield
@@ -387,12 +388,12 @@ def group_of_one(tape: CallTape, num_ranks: int) -> Iterator[None]:
         if dist.is_initialized():
             dist.destroy_process_group()
         _tapes.pop()
+        setattr(rank_zero_only, "rank", before)  # noqa: B010  (a function attribute)
 
 
 def _make_group(options: Any, backend_options: Any) -> RecordedGroup:
     del backend_options
-    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    return RecordedGroup(_tapes[-1], options.group_id, ranks, options.group_rank)
+    return RecordedGroup(_tapes[-1], options.group_id, ranks_of(options), options.group_rank)
 
 
 if dist.is_available():
@@ -413,17 +414,7 @@ def alone(
     made = strategy.with_options(backend="gloo", num_ranks=None, cluster_environment=environment)
     made.local_ranks.use(RecordedBackend(record.setup["backend"]))
     made.run.loops.compares = False  # with whom?
-    return Shelf([record], tape), made, _as_rank(tape, record.num_ranks)
-
-
-@contextmanager
-def _as_rank(tape: CallTape, num_ranks: int) -> Iterator[None]:
-    before = getattr(rank_zero_only, "rank", None)
-    try:
-        with group_of_one(tape, num_ranks):
-            yield
-    finally:
-        setattr(rank_zero_only, "rank", before)  # noqa: B010  (a function attribute)
+    return Shelf([record], tape), made, group_of_one(tape, record.num_ranks)
 
 
 _OF_PEERS = RankFailedError.__name__

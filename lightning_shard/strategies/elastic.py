@@ -42,11 +42,10 @@ from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.data_assignment import DataAssignment
 from lightning_shard.elastic.hook_values import HookValues
 from lightning_shard.elastic.loop import ElasticRun, make_elastic
-from lightning_shard.elastic.membership.generation import Generation, Membership
+from lightning_shard.elastic.membership.generation import Generation, GroupSetup, Membership
 from lightning_shard.elastic.membership.launcher import ElasticLauncher
 from lightning_shard.elastic.membership.ranks import (
     ElasticRanks,
-    GroupSetup,
     make_membership,
     restarted_worker,
 )
@@ -79,12 +78,7 @@ class ElasticLocalRanks(LocalRanks):
 
     def group_setup(self, strategy: Any) -> GroupSetup:
         """Return what groups of a generation are made with."""
-        return GroupSetup(
-            backend=strategy.backend,
-            device=strategy.root_device,
-            timeout=self.timeout,
-            environment=strategy.cluster_environment,
-        )
+        return GroupSetup(strategy.backend, strategy.root_device, self.timeout)
 
     @override
     def adopt(self, strategy: Any) -> None:
@@ -93,9 +87,10 @@ class ElasticLocalRanks(LocalRanks):
 
     @override
     def join(self, strategy: Any) -> None:
-        setup = self.group_setup(strategy)
-        membership = make_membership(self._bounds, setup, in_process=self.are_in_process)
-        self.of_job.begin(membership, setup)
+        setup, environment = self.group_setup(strategy), strategy.cluster_environment
+        in_process = self.are_in_process
+        membership = make_membership(self._bounds, setup, environment, in_process=in_process)
+        self.of_job.begin(membership, setup, environment)
 
 
 class ElasticTermination(RunTermination):
@@ -355,7 +350,9 @@ class ElasticStrategy(DataParallelStrategy):
 
     def join_generation(self, generation: Generation) -> None:
         """Make the groups of a generation; each of its members must call."""
-        self.local_ranks.of_job.enter(generation, self.local_ranks.group_setup(self))
+        ranks, setup = self.local_ranks.of_job, self.local_ranks.group_setup(self)
+        assert self.cluster_environment is not None
+        ranks.enter(generation, setup, self.cluster_environment)
         unless_a_rank_fails(self.run.groups.use, "making the process groups")
 
     def rebuild_engine(self) -> None:

@@ -65,68 +65,6 @@ from lightning_shard.strategies.trainer._lightning import requeue, requeue_path
 from lightning_shard.strategies.trainer.termination import RunTermination
 
 
-def salvaging(
-    run: Any, error: BaseException, *, is_common: bool, gone: Sequence[int]
-) -> AbstractContextManager[None]:
-    """Make the context in which callbacks hear of an exception and may save checkpoints."""
-    if is_common and run.groups.present is not None:
-        if run.has_shut_down_together:
-            return _saving_after_signal(run, error)
-        return _saving_together(run)
-    if run.checkpoints.has_all:
-        left = (rank for rank in range(run.strategy.mesh_size) if rank not in gone)
-        return saving_alone(run, writes=run.strategy.mesh_rank == next(left, 0))
-    return saving_nothing(
-        run,
-        f"the ranks have stopped at different places, this one with {type(error).__name__}, and "
-        f"each has a part of the state only",
-    )
-
-
-@contextmanager
-def _saving_after_signal(run: Any, error: BaseException) -> Iterator[None]:
-    with _saving_together(run), saving_once(run, error):
-        yield
-
-
-def _saving_together(run: Any) -> AbstractContextManager[None]:
-    steps = run.groups.all_ranks.all_gather_object(run.module.trainer.global_step)
-    if len(set(steps)) == 1:
-        return nullcontext()
-    return saving_nothing(run, f"the ranks have raised after different numbers of steps, {steps}")
-
-
-@contextmanager
-def saving_alone(run: Any, *, writes: bool) -> Iterator[None]:
-    """Let a rank that has the full state save it by itself, if it is the one that writes."""
-    apart = nullcontext() if run.engine is None else run.engine.asking_nobody()
-    with setting(run.checkpoints, writes_alone=writes), run.groups.asking_nobody(), apart:
-        yield
-
-
-def saving_nothing(run: Any, reason: str) -> AbstractContextManager[None]:
-    """Raise an error inside when code asks for a state to save, which says why there is none."""
-    return setting(run.checkpoints, refusal=reason)
-
-
-@contextmanager
-def saving_once(run: Any, error: BaseException) -> Iterator[None]:
-    """Save a fit that a signal has ended, unless callbacks do so inside; each rank must call."""
-    trainer, before = run.module.trainer, run.checkpoints.num_fits
-    if run.termination.requeues:
-        with noted(error, "having SLURM requeue the job"):
-            _have_requeued(run.strategy, trainer)
-    yield
-    place, is_saved = _place(trainer), run.checkpoints.num_fits > before
-    saves = run.termination.saves_on_sigterm and place
-    if saves and run.strategy.reduce_boolean_decision(not is_saved):
-        trainer.save_checkpoint(place)
-        rank_zero_info(
-            f"The run was sent SIGTERM after step {trainer.global_step}, and its state is saved in "
-            f"{place}. Go on from it with trainer.fit(..., ckpt_path='last')."
-        )
-
-
 def _has_trained(trainer: "pl.Trainer") -> bool:
     """Whether there is something to go on from that was not there before."""
     is_fit = trainer.state.fn == TrainerFn.FITTING
@@ -280,11 +218,56 @@ class Run:
     def salvaging(
         self, error: BaseException, *, is_common: bool, gone: Sequence[int]
     ) -> AbstractContextManager[None]:
-        """Make the context in which callbacks hear of an exception, as `salvage.salvaging` does."""
+        """Make the context in which callbacks hear of an exception and may save checkpoints."""
         if is_common and self.has_shut_down_together:
             self.termination.settle(self.strategy)
         self.checkpoints.saves.end(error, is_common=is_common)
-        return salvaging(self, error, is_common=is_common, gone=gone)
+        if is_common and self.groups.present is not None:
+            return self._saving_together(error if self.has_shut_down_together else None)
+        if self.checkpoints.has_all:
+            left = (rank for rank in range(self.strategy.mesh_size) if rank not in gone)
+            return self._saving_alone(writes=self.strategy.mesh_rank == next(left, 0))
+        return self._saving_nothing(
+            f"the ranks have stopped at different places, this one with {type(error).__name__}, "
+            f"and each has a part of the state only"
+        )
+
+    @contextmanager
+    def _saving_together(self, signalled: BaseException | None) -> Iterator[None]:
+        """Let all ranks save inside, and once if nobody asks where a signal has stopped them."""
+        steps = self.groups.all_ranks.all_gather_object(self.module.trainer.global_step)
+        apart = f"the ranks have raised after different numbers of steps, {steps}"
+        once = nullcontext() if signalled is None else self._saving_once(signalled)
+        with nullcontext() if len(set(steps)) == 1 else self._saving_nothing(apart), once:
+            yield
+
+    @contextmanager
+    def _saving_alone(self, *, writes: bool) -> Iterator[None]:
+        """Let a rank that has the full state save it by itself, if it is the one that writes."""
+        apart = nullcontext() if self.engine is None else self.engine.asking_nobody()
+        with setting(self.checkpoints, writes_alone=writes), self.groups.asking_nobody(), apart:
+            yield
+
+    def _saving_nothing(self, reason: str) -> AbstractContextManager[None]:
+        """Raise an error that says why there is none when code asks for a state inside."""
+        return setting(self.checkpoints, refusal=reason)
+
+    @contextmanager
+    def _saving_once(self, error: BaseException) -> Iterator[None]:
+        """Save a fit that a signal has ended, unless callbacks do so inside; each must call."""
+        trainer, before = self.module.trainer, self.checkpoints.num_fits
+        if self.termination.requeues:
+            with noted(error, "having SLURM requeue the job"):
+                _have_requeued(self.strategy, trainer)
+        yield
+        place, is_saved = _place(trainer), self.checkpoints.num_fits > before
+        saves = self.termination.saves_on_sigterm and place
+        if saves and self.strategy.reduce_boolean_decision(not is_saved):
+            trainer.save_checkpoint(place)
+            rank_zero_info(
+                f"The run was sent SIGTERM after step {trainer.global_step}, and its state is "
+                f"saved in {place}. Go on from it with trainer.fit(..., ckpt_path='last')."
+            )
 
     def end_in_common(self) -> None:
         """Tear down, full if possible, after an exception of all ranks, each of which must call."""

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.extensions import SharedByCopies, extend_class, give_class_back
-from lightning_shard.core.states import Asker, asker, having
+from lightning_shard.core.states import Asker, asker, having, setting
 from lightning_shard.data_parallel.memory.inner_tensors import is_composed
 from lightning_shard.data_parallel.torch_private import is_called_plainly
 from lightning_shard.data_parallel.units.unsharding import looks_at_values
@@ -196,11 +196,9 @@ class _Watched:
             result = call(*args, **kwargs)
         else:
             args, kwargs = tree_map_only(Tensor, watched.widen, (args, kwargs))
-            setattr(self, _PLACE, replace(place, enter=watched.enter, leave=watched.leave))
-            try:
+            inside = replace(place, enter=watched.enter, leave=watched.leave)
+            with setting(self, **{_PLACE: inside}):
                 result = tree_map_only(Tensor, watched.narrow, call(*args, **kwargs))
-            finally:
-                setattr(self, _PLACE, place)
         if place.gives is not None:
             place.gives(result)
         return result
@@ -235,11 +233,8 @@ class _Vocab(_Watched):
         padding = None if self.padding_idx is None else self.padding_idx - first
         if padding is not None and not 0 <= padding < self.weight.shape[0]:
             padding = None
-        full, self.padding_idx = self.padding_idx, padding
-        try:
+        with setting(self, padding_idx=padding):
             rows = super().forward(local.masked_fill(is_on_other_ranks, 0))  # type: ignore[misc]
-        finally:
-            self.padding_idx = full
         return place.leave(rows.masked_fill(is_on_other_ranks.unsqueeze(-1), 0))
 
 

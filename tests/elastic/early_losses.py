@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.backends.gloo import GlooBackend
-from lightning_shard.elastic.membership.generation import Generation
+from lightning_shard.elastic.membership.generation import Generation, GroupSetup
 from lightning_shard.elastic.membership.rendezvous_server import JobRules, start_rendezvous_server
 from lightning_shard.elastic.membership.served_membership import ServedMembership
 from lightning_shard.errors import RankFailedError
@@ -53,7 +53,9 @@ class Rank:
         goes_on = True
         try:
             backend = GlooBackend()
-            self._membership.init_groups(generation, backend, torch.device("cpu"), TIMEOUT)
+            self._membership.init_groups(
+                generation, GroupSetup(backend, torch.device("cpu"), TIMEOUT)
+            )
             goes_on = self._step(generation, backend)
         except (RankFailedError, RuntimeError):
             pass

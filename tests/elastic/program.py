@@ -17,7 +17,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from lightning_shard.backends.gloo import GlooBackend
 from lightning_shard.core import settings
-from lightning_shard.elastic.membership.generation import Generation
+from lightning_shard.elastic.membership.generation import Generation, GroupSetup
 from lightning_shard.elastic.membership.launcher import ElasticLauncher
 from lightning_shard.elastic.membership.rendezvous_server import JobRules
 from lightning_shard.elastic.membership.served_membership import ServedMembership
@@ -61,7 +61,7 @@ def run(environment: ElasticEnvironment, folder: Path) -> None:
 def take_part(membership: ServedMembership, generation: Generation, folder: Path) -> bool:
     """Add up until there is a change; return whether the job ends."""
     try:
-        membership.init_groups(generation, GlooBackend(), torch.device("cpu"), TIMEOUT)
+        membership.init_groups(generation, GroupSetup(GlooBackend(), torch.device("cpu"), TIMEOUT))
         collectives = GlooBackend().collectives(dist.group.WORLD)
         while True:
             total = torch.ones(1000)

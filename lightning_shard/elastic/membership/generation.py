@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_shard.backends._c10d import Store
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.liveness.thread import Terminable
 from lightning_shard.checkpoint.host_buffers import HostBuffers, SnapshotBuffers
@@ -70,6 +71,21 @@ def end_told(message: Mapping[str, Any], me: str) -> Exception:
     )
 
 
+@dataclass(frozen=True)
+class GroupSetup:
+    """What the groups of each generation are made with."""
+
+    backend: Backend
+    device: torch.device
+    timeout: timedelta
+
+    def make(self, rank: int, world_size: int, store: Store | None = None) -> None:
+        """Start a default process group; each of its ranks must call."""
+        self.backend.init_process_group(
+            rank=rank, world_size=world_size, device=self.device, timeout=self.timeout, store=store
+        )
+
+
 class Membership(Protocol):
     """One rank's part in an elastic job.
 
@@ -102,9 +118,7 @@ class Membership(Protocol):
             RankFailedError: The job cannot be reached any more.
         """
 
-    def init_groups(
-        self, generation: Generation, backend: Backend, device: torch.device, timeout: timedelta
-    ) -> None:
+    def init_groups(self, generation: Generation, setup: GroupSetup) -> None:
         """Start the generation's default process group; each of its members must call."""
 
     def drop_groups(self) -> None:

@@ -26,8 +26,6 @@ import os
 import re
 from collections import defaultdict, deque
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,14 +38,18 @@ from typing_extensions import override
 
 from lightning_shard.backends._c10d import HashStore
 from lightning_shard.backends.authentication.token import JobAddress, make_private_folder
-from lightning_shard.backends.base import Backend
 from lightning_shard.backends.in_process.world import ElasticWorld, current_world
 from lightning_shard.backends.liveness.job_server import tell_address
 from lightning_shard.backends.objects import gather_objects
 from lightning_shard.checkpoint.host_buffers import SPARE_BYTES, full_buffer, take_fitting
 from lightning_shard.checkpoint.rank_snapshot import Snapshot
 from lightning_shard.core import settings
-from lightning_shard.elastic.membership.generation import Generation, Membership, end_told
+from lightning_shard.elastic.membership.generation import (
+    Generation,
+    GroupSetup,
+    Membership,
+    end_told,
+)
 from lightning_shard.elastic.membership.membership_table import (
     SHORTEST_START_SECONDS,
     Bounds,
@@ -205,17 +207,8 @@ class RestartMembership(Membership):
     is_wanted = False  # who restarts the workers looks for newcomers
     is_leaving = False
 
-    def __init__(
-        self, backend: Backend, device: torch.device, timeout: timedelta, worker: Restarted
-    ) -> None:
-        self._worker = worker
-        self._make_groups = partial(
-            backend.init_process_group,
-            rank=worker.rank,
-            world_size=worker.world_size,
-            device=device,
-            timeout=timeout,
-        )
+    def __init__(self, setup: GroupSetup, worker: Restarted) -> None:
+        self._setup, self._worker = setup, worker
         remove_orphans()
         self._folders: list[Path] = []  # of the fits of this process
         self._generation: Generation | None = None
@@ -225,7 +218,7 @@ class RestartMembership(Membership):
 
     def begin(self) -> Generation:
         """Meet the other workers."""
-        self._make_groups()
+        self._setup.make(self._worker.rank, self.first_size)
         number = max(self._of_all_ranks(newest_generation(self._worker.job))) + 1
         members = tuple(f"rank{rank}" for rank in range(self.first_size))
         self._generation = Generation(number=number, members=members, me=self.me)
@@ -259,9 +252,7 @@ class RestartMembership(Membership):
             ) from error
         return self._generation
 
-    def init_groups(
-        self, generation: Generation, backend: Backend, device: torch.device, timeout: timedelta
-    ) -> None:
+    def init_groups(self, generation: Generation, setup: GroupSetup) -> None:
         """Do nothing: `begin` has made them."""
 
     def drop_groups(self) -> None:
@@ -284,16 +275,6 @@ class RestartMembership(Membership):
         assert self._generation is not None
         for folder in self._folders:
             clear(folder, before=self._generation.number, writer=self.me)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupSetup:
-    """What the groups of each generation are made with, and who is told this rank's place in it."""
-
-    backend: Backend
-    device: torch.device
-    timeout: timedelta
-    environment: ClusterEnvironment
 
 
 class ElasticRanks:
@@ -341,26 +322,30 @@ class ElasticRanks:
             return self.membership.first_size
         return self.generation.size
 
-    def begin(self, membership: Membership, group_setup: GroupSetup) -> None:
+    def begin(
+        self, membership: Membership, setup: GroupSetup, environment: ClusterEnvironment
+    ) -> None:
         """Take part in the job, or wait as a newcomer; each of the first ranks must call."""
         if not isinstance(membership, InProcessMembership):
             ElasticRanks.of_process = self
         self._membership = membership
         first = membership.begin()
         alone = Generation(number=0, members=(membership.me,), me=membership.me)
-        self.enter(first or alone, group_setup)
+        self.enter(first or alone, setup, environment)
 
-    def enter(self, generation: Generation, group_setup: GroupSetup) -> None:
+    def enter(
+        self, generation: Generation, setup: GroupSetup, environment: ClusterEnvironment
+    ) -> None:
         """Make a generation's default group; each of its members must call."""
         self._generation = generation
-        self.tell(group_setup.environment)
+        self.tell(environment)
         setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010  (a function attribute)
         if generation.number == 0 and not isinstance(self._membership, InProcessMembership):
-            _make_group_of_one(group_setup)
+            store: Any = HashStore()
+            tell_address(store, JobAddress(host="127.0.0.1", port=0, token=""))
+            setup.make(0, 1, store)
         else:
-            self.membership.init_groups(
-                generation, group_setup.backend, group_setup.device, group_setup.timeout
-            )
+            self.membership.init_groups(generation, setup)
 
     def tell(self, environment: ClusterEnvironment) -> None:
         """Tell a cluster environment which rank this is."""
@@ -386,21 +371,20 @@ class ElasticRanks:
             self._membership.leave()
 
 
-def make_membership(bounds: Bounds, group_setup: GroupSetup, *, in_process: bool) -> Membership:
+def make_membership(
+    bounds: Bounds, setup: GroupSetup, environment: ClusterEnvironment, *, in_process: bool
+) -> Membership:
     """Return this rank's part in the job, by how it was launched."""
-    environment = group_setup.environment
     if in_process:
         return InProcessMembership(bounds)
     if (worker := restarted_worker(environment)) is not None:
         settings.set_rendezvous(environment.main_address, environment.main_port)
-        return RestartMembership(
-            group_setup.backend, group_setup.device, group_setup.timeout, worker
-        )
+        return RestartMembership(setup, worker)
     assert isinstance(environment, ElasticEnvironment)
     job = settings.job()
     assert job is not None  # the launcher has told it
     rank = None if environment.is_newcomer else environment.global_rank()
-    return ServedMembership(job, rank, group_setup.timeout)
+    return ServedMembership(job, rank, setup.timeout)
 
 
 def restarted_worker(environment: ClusterEnvironment) -> Restarted | None:
@@ -420,14 +404,6 @@ def restarted_worker(environment: ClusterEnvironment) -> Restarted | None:
     place = settings.placement(settings.TORCHRUN)
     return Restarted(
         by="torchrun", job=run, rank=place.rank, world_size=place.world_size, limit="--max-restarts"
-    )
-
-
-def _make_group_of_one(group_setup: GroupSetup) -> None:
-    store: Any = HashStore()
-    tell_address(store, JobAddress(host="127.0.0.1", port=0, token=""))
-    group_setup.backend.init_process_group(
-        rank=0, world_size=1, device=group_setup.device, timeout=group_setup.timeout, store=store
     )
 
 
@@ -474,15 +450,11 @@ class InProcessMembership(Membership):
         return generation
 
     @override
-    def init_groups(
-        self, generation: Generation, backend: Backend, device: torch.device, timeout: timedelta
-    ) -> None:
+    def init_groups(self, generation: Generation, setup: GroupSetup) -> None:
         if generation.number > 0:
             threads = [self._job.threads[member] for member in generation.members]
             self._world.reconfigure(generation.number, threads)
-        backend.init_process_group(
-            rank=generation.rank, world_size=generation.size, device=device, timeout=timeout
-        )
+        setup.make(generation.rank, generation.size)
 
     @override
     def drop_groups(self) -> None:

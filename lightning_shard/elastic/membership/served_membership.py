@@ -21,7 +21,6 @@ from threading import Condition
 from time import monotonic
 from typing import Self
 
-import torch
 import torch.distributed as dist
 from typing_extensions import override
 
@@ -41,7 +40,6 @@ from lightning_shard.backends.authentication.token import (
     remember,
     wrong_token,
 )
-from lightning_shard.backends.base import Backend
 from lightning_shard.backends.liveness import job_server
 from lightning_shard.backends.liveness.interruption import end_at_exit, interrupt_groups
 from lightning_shard.backends.liveness.thread import (
@@ -50,7 +48,12 @@ from lightning_shard.backends.liveness.thread import (
     watch_signals_by,
 )
 from lightning_shard.core import settings
-from lightning_shard.elastic.membership.generation import Generation, Membership, end_told
+from lightning_shard.elastic.membership.generation import (
+    Generation,
+    GroupSetup,
+    Membership,
+    end_told,
+)
 from lightning_shard.elastic.membership.rendezvous_server import MEMBER
 from lightning_shard.errors import JobOverError, RankFailedError
 
@@ -158,10 +161,8 @@ class ServedMembership(Membership):
         raise JobOverError("This rank was asked to leave while it waited to take part in the job.")
 
     @override
-    def init_groups(
-        self, generation: Generation, backend: Backend, device: torch.device, timeout: timedelta
-    ) -> None:
-        number = generation.number
+    def init_groups(self, generation: Generation, setup: GroupSetup) -> None:
+        number, timeout = generation.number, setup.timeout
         with self._news:
             self._grouped = number
         store = PrefixStore(f"lightning_shard/generation{number}", store_at(self._address, timeout))
@@ -180,13 +181,7 @@ class ServedMembership(Membership):
             timeout=timeout,
             look=partial(self._check, generation),
         )
-        backend.init_process_group(
-            rank=generation.rank,
-            world_size=generation.size,
-            device=device,
-            timeout=timeout,
-            store=store,
-        )
+        setup.make(generation.rank, generation.size, store)
 
     def _has_lost(self, number: int) -> bool:
         return bool(self._losses.get(number)) or self._is_declared_dead

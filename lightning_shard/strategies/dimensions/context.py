@@ -78,7 +78,7 @@ class ContextDimension(ParallelDimension):
     @override
     def before_update(self, optimizer: Optimizer, number: int) -> None:
         if self._blocks is not None:
-            self._blocks.step_done()
+            self._blocks.compiled.share_out()
 
     @override
     def restore(self, *, full: bool) -> None:

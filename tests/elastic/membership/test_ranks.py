@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_shard.backends.in_process import InProcessBackend
 from lightning_shard.backends.in_process.faults import FaultKind
 from lightning_shard.backends.in_process.world import ElasticWorld, current_rank
-from lightning_shard.elastic.membership.generation import Generation
+from lightning_shard.elastic.membership.generation import Generation, GroupSetup
 from lightning_shard.elastic.membership.membership_table import Bounds
 from lightning_shard.elastic.membership.ranks import InProcessMembership
 from lightning_shard.errors import (
@@ -90,7 +90,7 @@ class Job:
     def _set_up_alone(self, membership: InProcessMembership) -> None:
         alone = Generation(number=0, members=(membership.me,), me=membership.me)
         membership.init_groups(
-            alone, InProcessBackend(), torch.device("cpu"), timedelta(seconds=10)
+            alone, GroupSetup(InProcessBackend(), torch.device("cpu"), timedelta(seconds=10))
         )
         assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
         assert current_rank() == self.world.thread  # it is no rank 0, and writes no files
@@ -100,8 +100,8 @@ class Job:
     def _reconfigure(
         self, membership: InProcessMembership, generation: Generation, step: int
     ) -> int:
-        backend = InProcessBackend()
-        membership.init_groups(generation, backend, torch.device("cpu"), timedelta(seconds=10))
+        setup = GroupSetup(InProcessBackend(), torch.device("cpu"), timedelta(seconds=10))
+        membership.init_groups(generation, setup)
         assert (dist.get_rank(), dist.get_world_size()) == (generation.rank, generation.size)
         self.note(f"generation {generation.number}: rank {generation.rank} of {generation.size}")
         if generation.rank == 0:

@@ -25,7 +25,7 @@ from lightning_shard.backends.liveness.job_server import tell_address
 from lightning_shard.backends.liveness.thread import TOGETHER_SECONDS
 from lightning_shard.core import settings
 from lightning_shard.elastic.membership import rendezvous_server as server_module
-from lightning_shard.elastic.membership.generation import Generation
+from lightning_shard.elastic.membership.generation import Generation, GroupSetup
 from lightning_shard.elastic.membership.rendezvous_server import JobRules, start_rendezvous_server
 from lightning_shard.elastic.membership.served_membership import ServedMembership
 from lightning_shard.errors import ConfigError, EvictedError, JobOverError, RankFailedError
@@ -183,10 +183,8 @@ def test_a_peer_that_dies_before_it_is_ready_ends_the_wait_for_its_groups() -> N
         zero, one = begun(server)
         generation = Generation(number=1, members=(zero.me, one.me), me=zero.me)
         with ThreadPoolExecutor(1) as thread:
-            backend = GlooBackend()
-            waiting = thread.submit(
-                zero.init_groups, generation, backend, torch.device("cpu"), TIMEOUT
-            )
+            setup = GroupSetup(GlooBackend(), torch.device("cpu"), TIMEOUT)
+            waiting = thread.submit(zero.init_groups, generation, setup)
             vanish(one)
             with pytest.raises(RankFailedError, match="rank 1 died"):
                 waiting.result()
@@ -204,9 +202,8 @@ def test_a_rank_0_that_dies_while_ranks_meet_is_not_waited_for() -> None:
         tell_address(store, replace(zero._address, port=free_port()))
         with ThreadPoolExecutor(1) as thread:
             zero._server.send({"kind": "ready", "generation": 1})
-            waiting = thread.submit(
-                one.init_groups, generation, GlooBackend(), torch.device("cpu"), TIMEOUT
-            )
+            setup = GroupSetup(GlooBackend(), torch.device("cpu"), TIMEOUT)
+            waiting = thread.submit(one.init_groups, generation, setup)
             wait_until(lambda: one._go == 1)
             vanish(zero)
             with pytest.raises(RankFailedError, match="rank 0 died"):
@@ -266,7 +263,7 @@ def rounds(num_rounds: int, folder: str) -> tuple[list[int], list[int]]:
     backend, cpu = GlooBackend(), torch.device("cpu")
     descriptors, threads, held = [], [], []
     for number in range(num_rounds):
-        membership.init_groups(generation, backend, cpu, TIMEOUT)
+        membership.init_groups(generation, GroupSetup(backend, cpu, TIMEOUT))
         collectives = backend.collectives(dist.group.WORLD)
         if generation.rank == number % 3:
             collectives.barrier()
@@ -372,12 +369,12 @@ def go_on_without_the_one_that_died(folder: str) -> float:
 
         dist.init_process_group = die  # type: ignore[assignment]
         with pytest.raises(InterruptedError):
-            membership.init_groups(generation, backend, cpu, TIMEOUT)
+            membership.init_groups(generation, GroupSetup(backend, cpu, TIMEOUT))
         return 0.0
     with pytest.raises(RankFailedError):
-        membership.init_groups(generation, backend, cpu, TIMEOUT)
+        membership.init_groups(generation, GroupSetup(backend, cpu, TIMEOUT))
     membership.drop_groups()
-    membership.init_groups(membership.following(), backend, cpu, TIMEOUT)
+    membership.init_groups(membership.following(), GroupSetup(backend, cpu, TIMEOUT))
     total = torch.ones(1)
     backend.collectives(dist.group.WORLD).all_reduce(total, "sum").wait()
     membership.drop_groups()

@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_shard.backends.in_process import InProcessBackend
 from lightning_shard.backends.in_process.faults import RankDropped
 from lightning_shard.backends.in_process.world import ElasticWorld, current_world
+from lightning_shard.elastic.membership.generation import GroupSetup
 from lightning_shard.elastic.membership.membership_table import Bounds
 from lightning_shard.elastic.membership.ranks import InProcessMembership
 from lightning_shard.environments.launchers.in_process import InProcessLauncher
@@ -43,7 +44,8 @@ def count(model: nn.Linear, num_steps: int = 6) -> list[int]:
     generation = membership.begin() or membership.following()
     while True:
         membership.init_groups(
-            generation, InProcessBackend(), torch.device("cpu"), timedelta(seconds=10)
+            generation,
+            GroupSetup(InProcessBackend(), torch.device("cpu"), timedelta(seconds=10)),
         )
         try:
             dist.broadcast(model.bias.data, 0)
