@@ -155,10 +155,8 @@ class Job:
         self.strategy = FakeStrategy(stage)
         self.membership = FakeMembership(MEMBERS[index], **membership)
         self.ranks = ElasticRanks()
-        group_setup: Any = SimpleNamespace(
-            backend=None, device=None, timeout=None, environment=None
-        )
-        self.ranks.begin(self.membership, group_setup)
+        nothing: Any = None
+        self.ranks.begin(self.membership, nothing, nothing)
         self.saved: list[str] = []
         self.trainer: Any = SimpleNamespace(
             global_step=0,

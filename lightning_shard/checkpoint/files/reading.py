@@ -303,17 +303,8 @@ class _Reader(pickle.Unpickler):
     def rebuilt(self, storage: Any, start: int, shape: Any, stride: Any, *_: Any) -> Any:
         return self._archive.tensor(storage, start, shape, stride)
 
-    def rebuilt_of_bytes(
-        self,
-        storage: Any,
-        start: int,
-        shape: Any,
-        stride: Any,
-        _: Any,
-        __: Any,
-        dtype: Any,
-        *___: Any,
-    ) -> Any:
+    def rebuilt_of_bytes(self, storage: Any, *told: Any) -> Any:
+        start, shape, stride, _, _, dtype, *_ = told
         return self._archive.tensor((storage[0], dtype), start, shape, stride)
 
     def rebuilt_parameter(self, data: Any, *_: Any) -> Any:

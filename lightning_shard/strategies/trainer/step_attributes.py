@@ -552,18 +552,12 @@ def _merged_whole(start: Any, values: Sequence[Any], parts: Microbatches) -> Mer
 def _merged_real(start: Any, values: Sequence[Any], parts: Microbatches) -> Merged:
     begin = start if _is_real(start) and _shape(start) == _shape(values[0]) else 0.0
     deltas = [one - begin for one in values]
-    adds_sums = _follow(
-        deltas, [_times(one) for one in zip(parts.losses, parts.sizes, strict=True)]
-    )
+    pairs = zip(parts.losses, parts.sizes, strict=True)
+    adds_sums = _follow(deltas, [None if one is None else one * size for one, size in pairs])
     if adds_sums and not parts.are_single_samples:
         return Merged(begin + sum(deltas))
     is_certain = not adds_sums and (_follow(deltas, parts.losses) or _follow(values, parts.losses))
     return Merged(_mean(values, parts.sizes), "" if is_certain else "a mean over samples")
-
-
-def _times(pair: tuple[float | None, int]) -> float | None:
-    loss, size = pair
-    return None if loss is None else loss * size
 
 
 def _follow(values: Sequence[Any], losses: Sequence[float | None]) -> bool:
@@ -608,17 +602,11 @@ def _shape(value: Any) -> tuple[int, ...]:
     return tuple(value.shape) if isinstance(value, Tensor) else ()
 
 
-def _kind(number: type, of_tensor: Callable[[Tensor], bool]) -> Callable[[Any], bool]:
-    def is_kind(value: Any) -> bool:
-        return of_tensor(value) if isinstance(value, Tensor) else type(value) is number
-
-    return is_kind
+def _is_real(value: Any) -> bool:
+    return value.is_floating_point() if isinstance(value, Tensor) else type(value) is float
 
 
-_is_real = _kind(float, lambda tensor: tensor.is_floating_point())
-_is_whole = _kind(
-    int,
-    lambda tensor: (
-        not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-    ),
-)
+def _is_whole(value: Any) -> bool:
+    if not isinstance(value, Tensor):
+        return type(value) is int
+    return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
