@@ -12,10 +12,12 @@ steps, weights, buffers and optimizer state; the status is 1 where a model has s
 import argparse
 import csv
 import logging
+import os
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from itertools import product
 from math import fsum
@@ -228,6 +230,17 @@ def run(jobs: Sequence[Job]) -> list[list[Any]]:
     return found
 
 
+@contextmanager
+def on_one_core() -> Iterator[None]:
+    """Keep this process on a core, as its ranks wait for each other's interpreter on two."""
+    given = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(given)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, given)
+
+
 class Table:
     """Trains one model in one format, and counts how many trainings have each checksum."""
 
@@ -241,20 +254,18 @@ class Table:
         """Train in one go, each from its beginning."""
         for cell in cells:
             job = self._job(cell, backend)
-            [(losses, *state)] = run([job])
+            with on_one_core():
+                [(losses, *state)] = run([job])
             self._tell(job, "at once", losses, state)
             self._middle[job.cell.is_fabric, job.cell.num_ranks] = job.file(job.every)
 
-    def add_in_halves(self, cells: Sequence[Cell], backend: str) -> None:
+    def add_in_halves(self, cells: Sequence[Cell], *backends: str) -> None:
         """Train first halves, and second ones from files that other ranks have saved."""
-        jobs = [self._job(cell, backend) for cell in cells]
+        jobs = [self._job(cell, backend) for backend, cell in product(backends, cells)]
         firsts = [job._replace(num_steps=job.every) for job in jobs]
         seconds = [job._replace(folder=job.folder / "on", resumed=self._other(job)) for job in jobs]
         num_ranks = cells[0].num_ranks
-        if backend == "in_process":
-            found = run([*firsts, *seconds])
-        else:
-            found = run_processes(run, num_ranks, timeout_seconds=3000, jobs=[*firsts, *seconds])[0]
+        found = run_processes(run, num_ranks, timeout_seconds=3000, jobs=[*firsts, *seconds])[0]
         for job, (before, *_), (after, *state) in zip(
             jobs, found[: len(jobs)], found[len(jobs) :], strict=True
         ):
@@ -288,8 +299,9 @@ def main(arguments: argparse.Namespace) -> int:
             table = Table(model, precision, arguments.steps, Path(folder))
             every = [one for one in cells() if one.scheme in (arguments.schemes or [one.scheme])]
             table.add(every, "in_process")
-            for backend, num_ranks in product(arguments.backends, (2, 4, 8)):
-                table.add_in_halves([one for one in every if one.num_ranks == num_ranks], backend)
+            for num_ranks in (2, 4, 8) if arguments.backends else ():
+                of_these = [one for one in every if one.num_ranks == num_ranks]
+                table.add_in_halves(of_these, *arguments.backends)
         print(f"{model:6} {precision:11} {dict(table.found)}", flush=True)
         status = max(status, len(table.found) - 1)
     return status
