@@ -487,6 +487,7 @@ def _is_a_loaders(subject: Subject, ranks: Records) -> bool:
 # what follows from all of them is the same on every rank.
 
 _OF_MICRO_BATCHES = ("forward", "micro-batch")
+_SIZES = {"data_parallel_size", "pipeline_parallel_size"}  # of a mesh, in which one rank is 1
 
 
 class MicroBatchRecorder(Recorder):
@@ -516,10 +517,12 @@ def proved_to_the_bit(subject: Subject, verdict: Verdict) -> Verdict:
     """Compare a training on ranks with that on one rank, where both have the same bits."""
     made = strategy_in_process(subject.strategy, subject.num_ranks, same_bits=True)
     subject = replace(subject, strategy=made, recorder=MicroBatchRecorder)
-    number = subject.accumulate * subject.num_ranks
-    options = {**subject.options, "accumulate_grad_batches": number}
     ranks = subject.on_ranks()
-    alone = replace(subject, num_ranks=1, options=options).on_ranks()
+    number = subject.accumulate * ranks.records[0].num_data_ranks
+    options = {**subject.options, "accumulate_grad_batches": number}
+    sizes = dict.fromkeys(_SIZES & made.given_options[1].keys(), 1)
+    one_rank = strategy_in_process(made, 1, **sizes)
+    alone = replace(subject, strategy=one_rank, num_ranks=1, options=options).on_ranks()
     places = partial(number_in_step, num_own=subject.accumulate, stage=made.run.options.stage)
     found = sorted(_differences(ranks, alone, places), key=lambda one: in_order(one.place))
     steps = 1 + max(place.step for place in alone.records[0].values)
@@ -531,12 +534,15 @@ def proved_to_the_bit(subject: Subject, verdict: Verdict) -> Verdict:
 
 def _differences(ranks: Records, alone: Records, number: Any) -> Iterator[Difference]:
     """Yield what has other bits; values that one run alone has count, too."""
-    expected, num_ranks = dict(alone.records[0].values), len(ranks.records)
+    expected, num_ranks = dict(alone.records[0].values), ranks.records[0].num_data_ranks
+    has_stages = num_ranks < len(ranks.records)
     for record in ranks.records:
         for place, values in record.values.items():
             own = place
+            if place.phase == "micro-batch" and has_stages:
+                continue  # hooks are given sums over those of a batch, from the first stage on
             if place.phase in _OF_MICRO_BATCHES:
-                own = place._replace(micro=number(record.rank, num_ranks, place.micro))
+                own = place._replace(micro=number(record.data_rank, num_ranks, place.micro))
             elif record.rank or _is_told_otherwise(place):
                 continue
             for got, want in zip(values, expected.get(own, []), strict=False):
@@ -567,8 +573,8 @@ def _cause_of_bits(first: Difference) -> Cause:
     if first.rank is None:
         return Cause(
             name="unknown",
-            because="what the ranks have computed of each micro-batch is the same, and what they "
-            "make of all of them is not",
+            because="each micro-batch has the same outputs and, but for pipelines, the same "
+            "gradients, and what the ranks make of all of them is not the same",
             evidence="same_bits=True on one rank has other bits",
             advice="look for a callback, a hook or an optimizer that adds up over shards or ranks",
         )
