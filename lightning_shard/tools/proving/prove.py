@@ -520,7 +520,8 @@ def proved_to_the_bit(subject: Subject, verdict: Verdict) -> Verdict:
     ranks = subject.on_ranks()
     number = subject.accumulate * ranks.records[0].num_data_ranks
     options = {**subject.options, "accumulate_grad_batches": number}
-    sizes = dict.fromkeys(_SIZES & made.given_options[1].keys(), 1)
+    given: Any = made
+    sizes: dict[str, Any] = dict.fromkeys(_SIZES & given.given_options[1].keys(), 1)
     one_rank = strategy_in_process(made, 1, **sizes)
     alone = replace(subject, strategy=one_rank, num_ranks=1, options=options).on_ranks()
     places = partial(number_in_step, num_own=subject.accumulate, stage=made.run.options.stage)
