@@ -69,7 +69,7 @@ class PlantedInStage(Staged):
 
 def proved(module: Any, *, num_ranks: int = 2, batch_size: int = BATCH, **options: Any) -> Any:
     loader = DataLoader(Images().data(96), batch_size=batch_size)
-    given = {"num_steps": 2, "trainer_options": OPTIONS} | options
+    given: dict[str, Any] = {"num_steps": 2, "trainer_options": OPTIONS} | options
     return prove(module, loader, num_ranks=num_ranks, **given)
 
 
