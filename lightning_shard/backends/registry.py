@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_shard.backends.base import Backend
+from lightning_shard.backends.base import Backend, GlooBackend
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.debug_wrapper import debug_name
-from lightning_shard.backends.gloo import GlooBackend
 from lightning_shard.backends.in_process import InProcessBackend
 from lightning_shard.backends.mpi.backend import MPIBackend
 from lightning_shard.backends.shm.backend import ShmBackend

@@ -62,10 +62,10 @@ from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.options import ElasticOptions, SharedOptions
 from lightning_shard.strategies.parts import SchemeHooks
 from lightning_shard.strategies.trainer._lightning import handle_requeue, handle_sigterm
+from lightning_shard.strategies.trainer.callbacks import averaging_callbacks
 from lightning_shard.strategies.trainer.predictions import merged
 from lightning_shard.strategies.trainer.same_on_ranks import started_with
 from lightning_shard.strategies.trainer.termination import RunTermination, TerminationHandler
-from lightning_shard.strategies.trainer.weight_averaging import averaging_callbacks
 
 
 class ElasticLocalRanks(LocalRanks):

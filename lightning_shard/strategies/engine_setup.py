@@ -65,6 +65,9 @@ from lightning_shard.strategies.parts import RunPart
 from lightning_shard.strategies.trainer._lightning import connect, layer_sync
 from lightning_shard.strategies.trainer.announcement import announce, count_parameters
 from lightning_shard.strategies.trainer.callbacks import (
+    AverageOfShards,
+    Averaging,
+    averaging_callbacks,
     check_callbacks,
     counted_full,
     draw_graphs,
@@ -80,11 +83,6 @@ from lightning_shard.strategies.trainer.layer_sync import layer_sync_over
 from lightning_shard.strategies.trainer.logs.experiments import shared_loggers
 from lightning_shard.strategies.trainer.same_on_ranks import schedules
 from lightning_shard.strategies.trainer.step_collectives import default_group_is
-from lightning_shard.strategies.trainer.weight_averaging import (
-    AverageOfShards,
-    Averaging,
-    averaging_callbacks,
-)
 from lightning_shard.strategies.trainer.weights_in_hooks import WeightsInHooks
 from lightning_shard.tensor_parallel.randomness import drawn_apart
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_shard.backends.base import Backend
+from lightning_shard.backends.base import Backend, GlooBackend
 from lightning_shard.backends.exchange import ExchangeCollectives
-from lightning_shard.backends.gloo import GlooBackend
 from lightning_shard.errors import RankFailedError
 from tests.processes import rank_and_world_size, run_processes
 

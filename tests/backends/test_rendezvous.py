@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.backends import liveness, rendezvous
-from lightning_shard.backends.gloo import GlooBackend
+from lightning_shard.backends.base import GlooBackend
 from lightning_shard.errors import ConfigError, RankFailedError
 from tests.processes import free_port, rank_and_world_size, run_processes
 

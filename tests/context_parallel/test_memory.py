@@ -6,7 +6,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from examples.train_gpt import Block
-from lightning_shard.context_parallel import ring
+from lightning_shard.context_parallel import attention
 from lightning_shard.context_parallel.cut_blocks import CutBlocks
 from lightning_shard.planning.simulated_step import LiveBytes
 from lightning_shard.testing import run_ranks
@@ -72,7 +72,7 @@ def test_the_peak_of_a_step_falls_as_the_ranks_rise(
     heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To 1 / C and less than a fifth more: what comes before the blocks is on each rank."""
-    monkeypatch.setattr(ring, "_TILE", 64)
+    monkeypatch.setattr(attention, "_TILE", 64)
     length = 1024
     alone = max(peaks(1, length, heads))
     for ranks in (2, 4, 8):

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lightning_shard.backends.traffic import Traffic
-from lightning_shard.context_parallel import attention, ring
+from lightning_shard.context_parallel import attention
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 from lightning_shard.testing import run_ranks
@@ -39,7 +39,7 @@ MASKS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's rows and keys are several tiles, and a part of one."""
-    monkeypatch.setattr(ring, "_TILE", 4)
+    monkeypatch.setattr(attention, "_TILE", 4)
 
 
 def inputs(heads: int, key_heads: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -182,8 +182,8 @@ def test_a_ring_sends_keys_and_values_twice_and_their_gradients_once(
 
 
 def test_causal_ranks_have_equally_much_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "_TILE", 3)
-    scores: Callable[..., Any] = ring.TiledAttention._scores
+    monkeypatch.setattr(attention, "_TILE", 3)
+    scores: Callable[..., Any] = attention.TiledAttention._scores
     counts: dict[int, int] = {}
 
     def counting(self: Any, *args: Any) -> Any:
@@ -192,7 +192,7 @@ def test_causal_ranks_have_equally_much_to_do(monkeypatch: pytest.MonkeyPatch) -
             counts[rank] = counts.get(rank, 0) + 1
             yield one
 
-    monkeypatch.setattr(ring.TiledAttention, "_scores", counting)
+    monkeypatch.setattr(attention.TiledAttention, "_scores", counting)
 
     def of_rank(rank: int) -> None:
         parts, _ = in_parts(inputs(1, 1), 2)
@@ -204,15 +204,15 @@ def test_causal_ranks_have_equally_much_to_do(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_no_matrix_of_all_scores_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "_TILE", 4)
+    monkeypatch.setattr(attention, "_TILE", 4)
     largest: list[int] = []
-    masked: Callable[..., Tensor] = ring.TiledAttention._masked
+    masked: Callable[..., Tensor] = attention.TiledAttention._masked
 
     def measuring(self: Any, scores: Tensor, *args: Any) -> Tensor:
         largest.append(scores.numel())
         return masked(self, scores, *args)
 
-    monkeypatch.setattr(ring.TiledAttention, "_masked", measuring)
+    monkeypatch.setattr(attention.TiledAttention, "_masked", measuring)
 
     def of_rank(rank: int) -> None:
         sources = inputs(1, 1)

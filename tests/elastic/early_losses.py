@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_shard.backends.gloo import GlooBackend
+from lightning_shard.backends.base import GlooBackend
 from lightning_shard.elastic.membership.generation import Generation, GroupSetup
 from lightning_shard.elastic.membership.rendezvous_server import JobRules, start_rendezvous_server
 from lightning_shard.elastic.membership.served_membership import ServedMembership

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
-from lightning_shard.backends.gloo import GlooBackend
+from lightning_shard.backends.base import GlooBackend
 from lightning_shard.core import settings
 from lightning_shard.elastic.membership.generation import Generation, GroupSetup
 from lightning_shard.elastic.membership.launcher import ElasticLauncher

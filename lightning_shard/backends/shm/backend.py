@@ -21,10 +21,10 @@ from typing_extensions import override
 
 from lightning_shard.backends import _c10d
 from lightning_shard.backends._c10d import PrefixStore
+from lightning_shard.backends.base import GlooBackend
 from lightning_shard.backends.collectives import Collectives, CommonBuffer, copy_unless_same
 from lightning_shard.backends.debug_wrapper import register_debug
 from lightning_shard.backends.free_memory import free_host_bytes
-from lightning_shard.backends.gloo import GlooBackend
 from lightning_shard.backends.group_handle import ranks_of
 from lightning_shard.backends.pending import Pending, StartedTransfer
 from lightning_shard.backends.python_group import PythonGroup

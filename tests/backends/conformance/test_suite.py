@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_shard.backends.base import GlooBackend
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.gloo import GlooBackend
 from tests.backends.conformance.limits import LIMITS
 from tests.backends.conformance.suite import CHECKS, Limit, Outcome, read_outcome, run_all
 from tests.backends.conformance.worlds import WORLDS

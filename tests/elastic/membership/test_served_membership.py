@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning_shard.backends import liveness
 from lightning_shard.backends._c10d import PrefixStore
 from lightning_shard.backends.authentication.store import store_at
-from lightning_shard.backends.gloo import GlooBackend
+from lightning_shard.backends.base import GlooBackend
 from lightning_shard.backends.liveness import interruption
 from lightning_shard.backends.liveness import thread as thread_module
 from lightning_shard.backends.liveness.job_server import tell_address

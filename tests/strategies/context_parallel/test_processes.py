@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_shard import ContextParallelStrategy
+from lightning_shard.context_parallel.attention import Visible, ring_attention
 from lightning_shard.context_parallel.crossings import heads_and_ring
-from lightning_shard.context_parallel.ring import Visible, ring_attention
 from tests.groups import all_ranks
 from tests.mpirun import run_mpi
 from tests.processes import run_processes
