@@ -15,6 +15,7 @@ unshard gives it another node of autograd, so that an earlier graph leads to a n
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +26,15 @@ from lightning_shard.core.placeholders import is_placeholder
 from lightning_shard.data_parallel.differentiation import Gradients, Run
 from lightning_shard.data_parallel.graph_borders import gradient_edge
 from lightning_shard.data_parallel.torch_private import gradient_hooks, is_wrapped
+from lightning_shard.data_parallel.views.sharded_parameter import shards_as_they_are
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel._torch import stage_backward_input, stage_backward_weight
 
 Taker = Callable[[nn.Parameter, Tensor], None]
 """Takes the gradient of a parameter: `DataParallelEngine.take_gradient`."""
+
+
+_LARGE_NUMEL = 1 << 14
 
 
 def sum_dtype(param: Tensor) -> torch.dtype:
@@ -46,10 +51,12 @@ class GradientStash:
 
     Attributes:
         on_give: Called before the sums are given away.
+        takes: Whether a gradient is added up as soon as autograd has it, while it is in the
+            processor's cache, and its memory serves the next one.
         has_all: Whether one stage alone has the sums of a parameter that several use.
     """
 
-    has_all = False
+    takes = has_all = False
 
     def __init__(self, params: Sequence[nn.Parameter], seed: Tensor | float) -> None:
         self.params = list(params)
@@ -58,6 +65,36 @@ class GradientStash:
         self.on_give: Callable[[], None] = lambda: None
         self._is_given = False
         self._own: set[nn.Parameter] = set()  # whose sums lie in memory of our own
+        self._taken: set[nn.Parameter] = set()  # in the backward that runs
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Hear of gradients inside, to add them up where this `takes` them."""
+        with shards_as_they_are():
+            large = [one for one in self.params if _is_large(one)]
+            hooks = [Tensor.register_hook(one, partial(self._take, one)) for one in large]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _take(self, param: nn.Parameter, grad: Tensor) -> Tensor | None:
+        if not self.takes or grad.is_sparse:
+            return None
+        self._taken.add(param)
+        if param in self._own:
+            self._sums[param] += grad
+        else:
+            self._put(param, grad)
+        return grad.new_empty(()).expand_as(grad)  # autograd keeps this one until it is through
+
+    def _put(self, param: nn.Parameter, grad: Tensor) -> None:
+        if param in self._sums:  # autograd may have given others the same memory
+            self._sums[param] = self._sums[param] + grad
+            self._own.add(param)
+        else:
+            self._sums[param] = grad.to(sum_dtype(grad))
 
     @torch.no_grad()
     def add(
@@ -70,21 +107,18 @@ class GradientStash:
         """Add the gradients of a microbatch, `number` of them, that a stage has made."""
         sums, added = [], []
         for param, grad in zip(params, grads, strict=True):
-            if grad is None:
+            if grad is None or param in self._taken:
                 continue
             if grad.is_sparse:
                 grad = grad.to_dense()
-            grad = grad.to(sum_dtype(grad))
             if param in self._own:
                 sums.append(self._sums[param])
-                added.append(grad)
-            elif param in self._sums:  # autograd may have given others the same memory
-                self._sums[param] = self._sums[param] + grad
-                self._own.add(param)
+                added.append(grad.to(sum_dtype(grad)))
             else:
-                self._sums[param] = grad
+                self._put(param, grad)
         if sums:
             torch._foreach_add_(sums, added)
+        self._taken.clear()
 
     def close(self) -> None:
         """Note that all microbatches have added theirs."""
@@ -136,6 +170,11 @@ class GradientStash:
         for param in [param for param in self.params if param in self._sums]:
             total = self._sums.pop(param)
             taker(param, total if is_one else total * factor)
+
+
+def _is_large(param: Tensor) -> bool:
+    """Whether to add a gradient up by itself: of small ones, and on devices, one call adds many."""
+    return param.device.type == "cpu" and param.numel() >= _LARGE_NUMEL
 
 
 class _HandOver(torch.autograd.Function):

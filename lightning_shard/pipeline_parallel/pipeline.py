@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.placeholders import OtherStageError
+from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.torch_private import gradient_hooks
 from lightning_shard.errors import ConfigError
@@ -114,6 +115,7 @@ class Pipeline:
         self._model, self._group = model, group
         self._at_hand, self._reformats = engine.at_hand, engine.reformats
         self._in_order = in_order
+        self._takes_early = in_order is None and not self._reformats
         self._stage_params = stage_params
         self._stage_ranks = tuple(stage_ranks)
         order = with_early_receives if early else (lambda schedule: schedule)
@@ -180,7 +182,8 @@ class Pipeline:
             stash = StashInOrder(trained, seed, self._in_order)
             self._refuse_hooks()
         batch = RunningBatch(kind, microbatches, step, self._model.trainable, stash, loss_of)
-        with hooks_set_aside(stash.params):
+        hooked = stash.hooked() if self._takes_early else nullcontext()
+        with hooks_set_aside(stash.params), hooked:
             self._run(batch, schedule)
         stash.close()
         return batch.results, stash
@@ -399,7 +402,7 @@ class Pipeline:
         run, params = batch.runs.pop((stage, index)), self._params(stage)
         self._check_ties(stage, roots)
         self._buffers.before_backward(stage)
-        with self._model.running(run, stage):
+        with setting(batch.sums, takes=self._takes_early), self._model.running(run, stage):
             input_grads, param_grads = full_backward(
                 roots, grads, followed(run.inputs), params, reformatted=self._reformats
             )

@@ -136,8 +136,9 @@ class SkippedBlock:
         leaves = tensors_in(call.arguments)
         note_given(leaves)
         settings = _settings(call.arguments)
-        keys = (len(leaves), settings), (signature(leaves), settings)
-        known = self._templates.get(keys[0]) or self._templates.get(keys[1])
+        known = self._templates.get((len(leaves), settings))
+        if known is None:
+            known = self._templates.get((signature(leaves), settings))
         if known is not None:
             return known.build(leaves)
         with births() as born:
@@ -149,7 +150,8 @@ class SkippedBlock:
         if not self._keeps:
             if len(self._templates) == _MAX_TEMPLATES:
                 self._templates.clear()
-            self._templates[keys[not template.follows_arguments]] = template
+            key = len(leaves) if template.follows_arguments else signature(leaves)
+            self._templates[key, settings] = template
         return template.build(leaves)
 
     @torch.no_grad()

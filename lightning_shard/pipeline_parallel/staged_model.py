@@ -21,7 +21,7 @@ from lightning_shard.core.placeholders import Placeholder
 from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.memory.assigned import taken_out
 from lightning_shard.data_parallel.recompute.checkpointed_blocks import without_reentrance
-from lightning_shard.data_parallel.views.sharded_parameter import show_kept
+from lightning_shard.data_parallel.views.sharded_parameter import shards_as_they_are, show_kept
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.partition import Partition, Stages, buffer_stages
 from lightning_shard.pipeline_parallel.skipped_blocks import (
@@ -131,7 +131,8 @@ class StagedModel:
     @property
     def trainable(self) -> tuple[bool, ...]:
         """Whether each parameter of the model requires a gradient now."""
-        return tuple(param.requires_grad for param in self._param_stages)
+        with shards_as_they_are():
+            return tuple([param.requires_grad for param in self._param_stages])
 
     def hide(self) -> None:
         """Put every parameter back in its place until the next run."""

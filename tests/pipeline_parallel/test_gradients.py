@@ -7,7 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard import ConfigError
-from lightning_shard.pipeline_parallel.gradients import GradientStash, hooks_set_aside
+from lightning_shard.pipeline_parallel.gradients import (
+    GradientStash,
+    full_backward,
+    hooks_set_aside,
+)
 
 
 def stash_of(*params: nn.Parameter, seed: float = 1.0) -> GradientStash:
@@ -44,6 +48,33 @@ def test_memory_that_autograd_gives_to_two_parameters_is_added_to_once_for_each(
     assert torch.equal(taken[one], torch.full((2,), 3.0))
     assert torch.equal(taken[two], torch.full((2,), 3.0))
     assert torch.equal(shared, torch.ones(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_gradients_are_added_up_in_the_backward_and_their_memory_is_free(
+    dtype: torch.dtype,
+) -> None:
+    """All gradients of a stage lay there until its backward was over, and were read once more."""
+    table = nn.Embedding(64, 256, sparse=True, dtype=dtype)
+    large, small = nn.Linear(256, 256, dtype=dtype), nn.Linear(256, 2, dtype=dtype)
+    params = [*table.parameters(), *large.parameters(), *small.parameters()]
+
+    def sums(*, takes: bool) -> list[Tensor]:
+        stash = stash_of(*params)
+        with stash.hooked():
+            stash.takes = takes
+            for number in range(4):
+                x = table(torch.arange(number + 1)) @ large.weight  # used twice
+                loss = small(large(x)).float().square().sum()
+                _, grads = full_backward([loss], None, [], params)
+                assert grads[1] is not None
+                assert (grads[1].untyped_storage().nbytes() < 16) == takes
+                stash.add(params, grads)
+        assert not any(param._backward_hooks for param in params)
+        return [stash.own(param) for param in params]
+
+    for found, expected in zip(sums(takes=True), sums(takes=False), strict=True):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

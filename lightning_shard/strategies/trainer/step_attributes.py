@@ -32,7 +32,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any, NamedTuple
 from weakref import ReferenceType
 
@@ -58,6 +58,7 @@ _LIGHTNINGS = frozenset(vars(pl.LightningModule())) - {"training"}
 _BUFFERS = "_buffers"  # followed by name, though Lightning's
 _OPTIMIZERS = None  # in place of a module's name
 _MAX_DEPTH = 4  # of mappings in mappings
+_GONE = object()
 
 
 class _Filled(NamedTuple):
@@ -207,7 +208,11 @@ class _Followed:
             or any(isinstance(one, kinds) for key, one in home.items() if key not in _LIGHTNINGS)
         }
         closed = self._homes.keys() - self._open
-        self._plain = {name: dict(self._homes[name]) for name in closed}
+        self._plain = {
+            name: {key: one for key, one in self._homes[name].items() if key not in _LIGHTNINGS}
+            for name in closed
+        }
+        self._lengths = {name: len(self._homes[name]) for name in closed}
         self._blocks: dict[str, list[str]] = {"": list(self._homes)}
         for name in filter(None, self._homes):
             for block in accumulate(name.split("."), "{}.{}".format):
@@ -217,9 +222,14 @@ class _Followed:
         """Return the names of open modules in a block, those that have changed among them."""
         names = self._blocks.get(block, [])
         for name in names:
-            if name not in self._open and not _are_same(self._homes[name], self._plain[name]):
+            if name not in self._open and not self._is_plain_still(name):
                 self._open.add(name)
         return [name for name in names if name in self._open]
+
+    def _is_plain_still(self, name: str) -> bool:
+        home, before = self._homes[name], self._plain[name]
+        now = map(home.get, before, repeat(_GONE))
+        return len(home) == self._lengths[name] and all(map(operator.is_, now, before.values()))
 
     def follows(self, path: Path) -> bool:
         """Whether a path is followed, and not left to a forward."""
@@ -298,9 +308,10 @@ class _Before:
 
     def __init__(self, followed: _Followed, block: str = "") -> None:
         self._followed, self._block = followed, block
-        self._names = set(followed.opened(block))
+        names = followed.opened(block)
+        self._names = set(names)
         self._versions = {} if block else followed.versions()
-        self.values = dict(self._walk())
+        self.values = {path: one[path[-1]] for path, one in followed.containers(names)}
         self._sizes = {path: len(one) for path, one in self.values.items() if isinstance(one, list)}
         self._tensors = {
             path: (_version(one), one.clone().detach())
@@ -383,10 +394,6 @@ class _Before:
                     is_same = torch.equal(copy, value)
             if not is_same:
                 yield path, value
-
-
-def _are_same(home: dict[str, Any], before: dict[str, Any]) -> bool:
-    return len(home) == len(before) and all(map(operator.is_, home.values(), before.values()))
 
 
 def _name(path: Path) -> str:
