@@ -211,6 +211,8 @@ class ServedMembership(Membership):
     @override
     def leave(self) -> None:
         self.end_run()  # before the thread closes what is written to
+        with self._news:  # the server goes with the last member, perhaps before this thread
+            self._end = self._end or JobOverError("This rank has left the job.")
         self._server.send({"kind": "leave", "is_done": not self._is_leaving})
         self._thread.end()
 

@@ -239,6 +239,18 @@ def test_a_server_that_is_lost_ends_the_wait_for_the_next_generation(
             zero.following()
 
 
+def test_a_member_that_has_left_prints_nothing_of_the_server_that_goes_with_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On a busy machine the server was gone before the thread, which said that it had died."""
+    with running_server(RULES) as server:
+        members = begun(server)
+        for member in members:
+            member.leave()
+            member.server_lost("died")
+    assert "died" not in capsys.readouterr().err
+
+
 def job_and_member(folder: str) -> tuple[settings.Job, ServedMembership]:
     """Take part in a job of three, whose rendezvous server rank 0 starts."""
     rank = int(os.environ["RANK"])
