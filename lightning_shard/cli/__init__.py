@@ -36,13 +36,13 @@ not be made. With --debug after the subcommand its traceback comes, too.
 
 
 def told(run: Callable[[], int], *, debug: bool, status: int = 1) -> int:
-    """Run a subcommand and return its exit code."""
+    """Run a subcommand and return its exit code; where 1 is a finding, no error may end with it."""
     try:
         return run()
     except Exception as error:
         is_ours = isinstance(error, ShardError)
         lacks = "; ".join(missing_in(str(error)))
-        if not is_ours and not lacks and not _is_mended_outside(error):
+        if status == 1 and not is_ours and not lacks and not _is_mended_outside(error):
             raise
         if debug:
             traceback.print_exc()

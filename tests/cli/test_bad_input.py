@@ -344,14 +344,26 @@ def test_an_error_in_user_code_passes_through(monkeypatch: pytest.MonkeyPatch) -
     assert any(entry.path.name == "bad_models.py" for entry in raised.traceback)
 
 
-@pytest.mark.parametrize("command", ["fit", "prove"])
 def test_what_the_constructor_of_a_model_raises_passes_through(
-    command: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It came as an error about types in one line, `Does not validate against any of the Union`."""
     with pytest.raises(ValueError, match=r"^width must be even$") as raised:
-        ended(monkeypatch, command, "--model=bad_models.Needs", "--model.width=3", *FIT[2:])
+        ended(monkeypatch, "fit", "--model=bad_models.Needs", "--model.width=3", *FIT[2:])
     assert any(entry.path.name == "bad_models.py" for entry in raised.traceback)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_model_that_cannot_be_made_is_no_finding_of_prove(
+    debug: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What its constructor raised ended with code 1, which says that ranks train otherwise."""
+    options = ("--seed_everything=0", "--model=bad_models.Needs", "--model.width=3")
+    assert ended(monkeypatch, "prove", *options, *["--debug"] * debug) == 2
+    *before, last = capsys.readouterr().err.splitlines()
+    assert "ValueError: width must be even" in last
+    assert any("bad_models.py" in line for line in before) == debug
+    assert debug or last == "lightning-shard: ValueError: width must be even (--debug shows where)"
 
 
 def test_missing_folders_of_what_is_written_are_made(
