@@ -8,7 +8,7 @@ Which scheme trains them is said on the command line:
         --trainer.accelerator cpu --trainer.devices 4
     python examples/train_gpt.py --config configs/gpt_demo.yaml --data.path my_book.txt
 
-The text is the documentation that ships inside CPython, unless `--data.path` names a UTF-8 file.
+The text is `english.txt`, documentation of CPython, unless `--data.path` names a UTF-8 file.
 Its first nine tenths train and the last tenth validates. The yardstick is a bigram model, which
 predicts a byte from the one before it by counting pairs in the same training text.
 """
@@ -16,7 +16,6 @@ predicts a byte from the one before it by counting pairs in the same training te
 import math
 import warnings
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import lightning as L  # noqa: N812
 import torch
@@ -28,6 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 NUM_BYTES = 256
+ENGLISH = Path(__file__).with_name("english.txt")
 
 
 class Block(nn.Module):
@@ -178,21 +178,21 @@ class Text(L.LightningDataModule):
     """Blocks of consecutive bytes of one text.
 
     Args:
-        path: A UTF-8 file; by default the documentation that ships inside CPython.
+        path: A UTF-8 file; by default the one beside this program.
         context: Bytes in one block.
         batch_size: Blocks per batch on each rank.
     """
 
     def __init__(self, path: Path | None = None, context: int = 64, batch_size: int = 32) -> None:
         super().__init__()
-        self.path = path
+        self.path = path or ENGLISH
         self.context = context
         self.batch_size = batch_size
 
     def setup(self, stage: str) -> None:
         """Read the text and split it: nine tenths to train on, the last tenth to validate."""
-        text = "\n\n".join(topics.values()) if self.path is None else self.path.read_text("utf-8")
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
+        text = bytearray(self.path.read_text("utf-8").encode())
+        data = torch.frombuffer(text, dtype=torch.uint8).long()
         boundary = len(data) * 9 // 10
         self.train_blocks = self.blocks(data[:boundary])
         self.val_blocks = self.blocks(data[boundary:])

@@ -11,13 +11,12 @@ end peft's adapters are merged into the base in its own precision, without this 
 import argparse
 import warnings
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import lightning as L  # noqa: N812
 import torch
 
 import lightning_shard  # noqa: F401  the import registers the names of the strategies
-from examples.train_gpt import Text
+from examples.train_gpt import ENGLISH, Text
 
 try:
     import bitsandbytes
@@ -87,7 +86,7 @@ def main() -> None:
         fit(english, Text(batch_size=64), 100, accelerator="cpu", devices=1)
         english.network.save_pretrained(base)
     capitals = options.folder / "capitals.txt"
-    capitals.write_text("\n\n".join(topics.values()).upper())
+    capitals.write_text(ENGLISH.read_text("utf-8").upper(), "utf-8")
     data = Text(capitals, batch_size=64 // options.devices)
     print(f"the base alone     {loss_of(load_llama(base), data):.2f} nats per byte")
     L.seed_everything(0, verbose=False)

@@ -2,7 +2,7 @@
 
     full_backward      gradients of inputs and weights at once      ──┐
     input_backward     gradients that the previous stage waits for  ──┼──> stash ──┐
-    weight_backward    the rest, later                              ──┘            │
+    its second half    the rest, later                              ──┘            │
     the returned loss ── backward ──> HandOver ────────────────────────────────────┴──> parameters
 
 The backward of the loss that the step returns multiplies the stash by the loss's gradient and gives
@@ -71,8 +71,11 @@ class GradientStash:
     def hooked(self) -> Iterator[None]:
         """Hear of gradients inside, to add them up where this `takes` them."""
         with shards_as_they_are():
-            large = [one for one in self.params if _is_large(one)]
-            hooks = [Tensor.register_hook(one, partial(self._take, one)) for one in large]
+            hooks = [
+                Tensor.register_hook(one, partial(self._take, one))
+                for one in self.params  # of small ones, and on devices, one call adds many
+                if one.device.type == "cpu" and one.numel() >= _LARGE_NUMEL
+            ]
         try:
             yield
         finally:
@@ -170,11 +173,6 @@ class GradientStash:
         for param in [param for param in self.params if param in self._sums]:
             total = self._sums.pop(param)
             taker(param, total if is_one else total * factor)
-
-
-def _is_large(param: Tensor) -> bool:
-    """Whether to add a gradient up by itself: of small ones, and on devices, one call adds many."""
-    return param.device.type == "cpu" and param.numel() >= _LARGE_NUMEL
 
 
 class _HandOver(torch.autograd.Function):
@@ -388,11 +386,6 @@ def _grads_of(
         return []
     edges = [leaf.edge for leaf in leaves]
     return torch.autograd.grad(roots, edges, grads, retain_graph=True, allow_unused=True)
-
-
-def weight_backward(rest: Rest, params: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
-    """Compute the second half of a backward: the gradients of the parameters."""
-    return rest() if params else []
 
 
 class _Leaf:

@@ -30,7 +30,6 @@ from lightning_shard.pipeline_parallel.gradients import (
     hooks_set_aside,
     input_backward,
     leaf_nodes,
-    weight_backward,
 )
 from lightning_shard.pipeline_parallel.messages import (
     LossOf,
@@ -420,7 +419,7 @@ class Pipeline:
 
         def weights() -> None:
             with self._model.running(run, stage):
-                batch.sums.add(params, weight_backward(rest, params), index, stage)
+                batch.sums.add(params, rest(), index, stage)
 
         batch.halves[stage, index] = weights
         batch.grads[stage, index] = input_grads

@@ -13,6 +13,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,6 @@ from tests.test_readme import CONSTRAINTS, PYTHONS
 
 OWN = "{}.{}".format(*sys.version_info)
 CASES = [pytest.param(one, marks=[pytest.mark.wheel] if one != OWN else []) for one in PYTHONS]
-OF_OTHER_TEXTS = 0.15  # what recipes learn from is CPython's documentation, each release's own
 _INSTALLATION = re.compile(r"pip install '?\.(\[[\w,]+\])?'?")
 _OF_PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
 
@@ -126,16 +127,18 @@ def test_the_pages_are_followed(reader: Reader, wheel: Path) -> None:
 
 
 def needs() -> Iterator[tuple[str, str]]:
-    """Yield each recipe's name, and what its row of the page tells to install."""
+    """Yield each recipe's name and what its row of the page tells to install, least first."""
     (table,) = (one for one in tables(RECIPES) if one.head[0] == "recipe")
-    for _, file, packages in table.rows:
+    for _, file, packages in sorted(table.rows, key=lambda row: len(row[-1])):
         yield Path(quotes(file)[0]).stem, " ".join(quotes(packages))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_recipes_are_followed(reader: Reader, wheel: Path) -> None:
-    for name, packages in needs():
+    """Each Python's own text of CPython moved losses by an eighth, which the test allowed."""
+    for packages, group in groupby(needs(), key=itemgetter(1)):
         reader.types(f"pip install '{wheel}' {packages}")
-        command, shown = recipes()[name]
-        check_figures(reader.types(command), shown, OF_OTHER_TEXTS)
+        for name, _ in group:
+            command, shown = recipes()[name]
+            check_figures(reader.types(command), shown)

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from lightning_shard.pipeline_parallel.gradients import (
     full_backward,
     input_backward,
-    weight_backward,
 )
 
 Stage = Callable[[list[Tensor], nn.Module], list[Tensor]]
@@ -64,7 +63,7 @@ def test_the_halves_are_the_full(name: str) -> None:
     kept = torch.ones_like(params[0])
     params[0].grad = kept
     half_inputs, rest = input_backward(roots, grads, inputs, params)
-    half_params = weight_backward(rest, params)
+    half_params = rest()
     torch.testing.assert_close(half_inputs, full_inputs)
     for half, full in zip(half_params, full_params, strict=True):
         assert (half is None) == (full is None)
@@ -101,7 +100,7 @@ class Reformatted:
         self.weight.data = self.full
         if halves:
             of_x, rest = input_backward([y], grads, [x], params)
-            of_weight = weight_backward(rest, params)
+            of_weight = rest()
         else:
             of_x, of_weight = full_backward([y], grads, [x], params, reformatted=True)
         self.weight.data = self.shards
@@ -136,5 +135,5 @@ def test_the_rest_of_a_backward_runs_where_its_weights_are_at_hand() -> None:
 
     _, rest = input_backward(roots, grads, inputs, params, at_hand)
     assert seen == []
-    weight_backward(rest, params)
+    rest()
     assert seen == [params, "over"]
