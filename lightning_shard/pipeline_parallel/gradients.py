@@ -72,7 +72,7 @@ class GradientStash:
         """Hear of gradients inside, to add them up where this `takes` them."""
         with shards_as_they_are():
             hooks = [
-                Tensor.register_hook(one, partial(self._take, one))
+                Tensor.register_hook(one, partial(self._take, one))  # type: ignore[no-untyped-call]
                 for one in self.params  # of small ones, and on devices, one call adds many
                 if one.device.type == "cpu" and one.numel() >= _LARGE_NUMEL
             ]
@@ -89,10 +89,10 @@ class GradientStash:
         if param in self._own:
             self._sums[param] += grad
         else:
-            self._put(param, grad)
+            self._begin(param, grad)
         return grad.new_empty(()).expand_as(grad)  # autograd keeps this one until it is through
 
-    def _put(self, param: nn.Parameter, grad: Tensor) -> None:
+    def _begin(self, param: nn.Parameter, grad: Tensor) -> None:
         if param in self._sums:  # autograd may have given others the same memory
             self._sums[param] = self._sums[param] + grad
             self._own.add(param)
@@ -118,7 +118,7 @@ class GradientStash:
                 sums.append(self._sums[param])
                 added.append(grad.to(sum_dtype(grad)))
             else:
-                self._put(param, grad)
+                self._begin(param, grad)
         if sums:
             torch._foreach_add_(sums, added)
         self._taken.clear()
