@@ -63,7 +63,6 @@ from lightning_shard.data_parallel.units.full_values import (
     FullValues,
     bring_together,
     gathering_near,
-    publishing_edits,
 )
 from lightning_shard.data_parallel.units.presenting import (
     cut_loaded,
@@ -169,7 +168,8 @@ class DataParallelEngine:
         self.full_values = FullValues(
             model, self._homes, self.units, self.groups, self.split, self.adopt_assigned
         )
-        self._look_full()
+        if self._unsharder is not None:
+            look_full(self.units, self.shards, self._unsharder, self.split, self.user_code)
         self._unseen_calls = SeesUnseenCalls(self.phases)
         self.around_methods: _InsideOf = nullcontext
         self.hook_trainable()
@@ -228,12 +228,6 @@ class DataParallelEngine:
 
     def _reduce_asked(self) -> None:
         self.reducer.reduce_asked()  # ranks that come to train alone get another one
-
-    def _look_full(self) -> None:
-        """Let parameters in shards look full to user code, where they can."""
-        presents = self.options.stage > (2 if self.split.groups else 0)
-        units = self.units if presents else ()
-        look_full(units, self.shards, self._unsharder, self.split, self.user_code)
 
     def asking_nobody(self) -> AbstractContextManager[None]:
         """Inside, this rank hands out the full state that it has, and asks no other."""
@@ -490,14 +484,9 @@ class DataParallelEngine:
         finally:
             self.view.leave()
 
-    @contextmanager
-    def lent_view(self) -> Iterator[None]:
-        """Run hooks of user code before a step inside; see `OptimizerView.lent`."""
-        with self.view.lent(), self.user_code.running():
-            try:
-                yield
-            finally:
-                self.shards.lent.end()
+    def average_gradients(self) -> None:
+        """Average the gradients that hooks before a step see; each rank must call."""
+        self.view.average()
 
     def send_up(self, params: Iterable[nn.Parameter]) -> None:
         """After an update of `params` in host memory, bring this rank's device up to date."""
@@ -528,17 +517,6 @@ class DataParallelEngine:
         if self._unsharder is not None or not self.view.differs:
             return
         bring_together(self._touched(params))
-
-    def publishing_edits(self, updated: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        """Bring full parameters up to date whose shards user code has changed inside; collective.
-
-        Those in `updated` are left to the `publish` after the optimizer's step.
-        """
-        known = set(updated)
-        flats = [flat for flat in self.flats if known.isdisjoint(flat.params)]
-        if self.is_alone or not flats or self.options.stage not in (1, 2):
-            return nullcontext()
-        return publishing_edits(flats, self.collectives, self.device)
 
     def publish_shards(self) -> None:
         """After shards were overwritten, bring full parameters up to date; each rank must call."""

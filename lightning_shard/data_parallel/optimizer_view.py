@@ -7,15 +7,13 @@
                   (stage 0) the average            when no rank used the parameter
 
 User code's changes of the full parameters outside are carried over; its changes of gradients inside
-are kept. Its hooks before a step are lent stand-ins for the gradients.
+are kept. Its hooks before a step run outside, when gradients have been averaged.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from lightning_shard.core.states import State
 from lightning_shard.data_parallel.gradients.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.gradients.gradient_shards import AbsentGradients
 from lightning_shard.data_parallel.gradients.hand_edits import HandEdits
@@ -23,17 +21,7 @@ from lightning_shard.data_parallel.gradients.reducer import Reducer, always
 from lightning_shard.data_parallel.memory.equal_weights import EqualWeights
 from lightning_shard.data_parallel.phases import Phase, Phases
 from lightning_shard.data_parallel.units.unsharding import Unsharder
-from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
-
-
-class Shown(State):
-    """What parameters and gradients show."""
-
-    FULL = "SHARDS"  # or what else they show outside of the view
-    SHARDS = "LENT FULL"
-    LENT = "SHARDS_AMID SHARDS"  # what looks full, for hooks of user code before a step
-    SHARDS_AMID = "LENT"  # for an optimizer that such a hook has called
 
 
 class OptimizerView:
@@ -57,17 +45,9 @@ class OptimizerView:
         self._unsharder = unsharder
         self._absent = absent
         self._phases = phases
-        self._shown = Shown.FULL
-        self._num_within = 0  # entered again inside, and not left yet
+        self._num_entered = 0  # and not left yet
         self._outer: list[tuple[FlatGradients, list[Tensor | None]]] = []
-        self._offloaded = [g.flat for g in self._gradients if g.flat.host is not None]
-        self._marks: list[int] = []  # of those, while the view is lent
         self.on_interrupted: Callable[[], None] | None = None
-
-    @property
-    def is_lent(self) -> bool:
-        """Whether user code sees the shards now."""
-        return self._shown in (Shown.LENT, Shown.SHARDS_AMID)
 
     def end_interrupted(self) -> None:
         """Leave the view of an update that has never ended, by Ctrl-C say; each rank must call."""
@@ -78,27 +58,22 @@ class OptimizerView:
     @as_they_are
     def enter(self, shows: Callable[[], bool] = always) -> None:
         """Show shards; each rank must call."""
-        if self._shown is Shown.LENT:
-            self._turn(Shown.SHARDS_AMID)
-            self._take_back_stand_ins()
-        elif self._shown is not Shown.FULL:
-            self._num_within += 1
-        else:
-            self._average()
-            self._turn(Shown.SHARDS)
-            self._phases.begin(Phase.UPDATE)
-            if self._absent is not None:
-                self._absent.hide()
-            if self.differs:
-                self._take_in_edits()
-                if shows():
-                    self._outer = [(one, self._show_shards(one)) for one in self._gradients]
+        if not self._num_entered:
+            self.average()
+        self._num_entered += 1
+        if self._num_entered > 1:
+            return
+        self._phases.begin(Phase.UPDATE)
+        if self._absent is not None:
+            self._absent.hide()
+        if self.differs:
+            self._take_in_edits()
+            if shows():
+                self._outer = [(one, self._show_shards(one)) for one in self._gradients]
 
-    def _turn(self, shown: Shown) -> None:
-        self._shown = self._shown.to(shown)
-
-    def _average(self) -> None:
-        """Average what is a rank's own yet."""
+    @as_they_are
+    def average(self) -> None:
+        """Average what is a rank's own yet; each rank must call."""
         self._reducer.reduce_owed()
         if self._edits is not None:
             self._edits.average()
@@ -110,10 +85,10 @@ class OptimizerView:
         if self._unsharder is not None:
             self._unsharder.begin_update()
         for gradients in self._gradients:
-            gradients.flat.present_shards(sharded=False)
             if self._unsharder is None:
                 gradients.flat.take_in_edits()
             else:
+                gradients.flat.present_shards(sharded=False)
                 gradients.flat.see_assigned()
 
     def _show_shards(self, gradients: FlatGradients) -> list[Tensor | None]:
@@ -127,82 +102,11 @@ class OptimizerView:
             param.grad = grad
         return outer
 
-    @contextmanager
-    def lent(self) -> Iterator[None]:
-        """Run user code inside, to which `.grad` looks as the full gradient does; collective."""
-        self._begin_lending()
-        try:
-            yield
-        finally:
-            self._end_lending()
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Leave the view inside, if it is lent, and enter it again."""
-        if not self.is_lent:
-            yield
-            return
-        self._end_lending()
-        try:
-            yield
-        finally:
-            self._begin_lending()
-
-    @as_they_are
-    def _begin_lending(self) -> None:
-        self.enter()
-        self._marks = [flat.mark() for flat in self._offloaded]
-        self._turn(Shown.LENT)
-        self._lend_stand_ins()
-
-    @as_they_are
-    def _end_lending(self) -> None:
-        if not self.is_lent:  # what began it has failed
-            return
-        if self._unsharder is not None:  # a hook may have called a part of a block
-            self._unsharder.begin_update()
-            for gradients in self._gradients:
-                gradients.flat.present_master()
-        self._take_back_stand_ins()
-        for flat, mark in zip(self._offloaded, self._marks, strict=True):
-            if flat.mark() != mark:
-                flat.send_up()
-        self._turn(Shown.SHARDS)
-        self.leave()
-
-    def _lend_stand_ins(self) -> None:
-        for gradients in self._gradients:
-            gradients.flat.present_shards(sharded=True)
-            nothing = [None] * len(gradients.states)
-            gradients.buffer.take_back(nothing)  # what was made of them meanwhile
-            indices = range(len(gradients.states))
-            gradients.flat.stand_ins.put(filter(gradients.buffer.is_there, indices))
-        if self._absent is not None:
-            self._absent.show()
-
-    def _take_back_stand_ins(self) -> None:
-        """Show shards again; what user code has zeroed or set in `.grad` stays so."""
-        for gradients in self._gradients:
-            gradients.flat.present_shards(sharded=False)
-            gradients.flat.see_assigned()  # of `param.set_(full)`, unseen
-            gradients.buffer.observe_all()
-            presented = gradients.buffer.presented()
-            for param, grad in zip(gradients.flat.params, presented, strict=True):
-                if isinstance(param.grad, AveragedGradient):
-                    param.grad = grad
-        if self._absent is not None:
-            self._absent.hide()
-
     @as_they_are
     def leave(self) -> None:
         """Show parameters and gradients as before the view; each rank must call."""
-        if self._num_within:
-            self._num_within -= 1
-        elif self._shown is Shown.SHARDS_AMID:
-            self._turn(Shown.LENT)
-            self._lend_stand_ins()
-        else:
-            self._turn(Shown.FULL)
+        self._num_entered -= 1
+        if not self._num_entered:
             self._end()
 
     def _end(self) -> None:
@@ -227,8 +131,8 @@ class OptimizerView:
             elif gradients.flat.host is not None:
                 gradients.flat.present_local()
             gradients.buffer.restore(kept)
-        for gradients in self._gradients:
-            gradients.flat.present_shards(sharded=self._unsharder is not None)
         self._outer = []
         if self._unsharder is not None:
+            for gradients in self._gradients:
+                gradients.flat.present_shards(sharded=True)
             self._unsharder.after_update()

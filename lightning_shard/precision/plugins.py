@@ -118,9 +118,6 @@ class ShardedPrecision(Precision):
         self.engine = None
         super().teardown()
 
-    def _lent_view(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.engine is None else self.engine.lent_view()
-
     @override
     def backward(
         self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any
@@ -136,22 +133,9 @@ class ShardedPrecision(Precision):
             is_overridden("on_before_optimizer_step", hooked)
             for hooked in (model, *model.trainer.callbacks)  # type: ignore[attr-defined]
         )
-        if not watched:
-            super()._after_closure(model, optimizer)
-            return
-        with self._publishing_edits(optimizer), self._lent_view():  # what the optimizer will see
-            super()._after_closure(model, optimizer)
-
-    def _publishing_edits(self, optimizer: Any) -> AbstractContextManager[None]:
-        groups = optimizer.param_groups
-        params = [param for group in groups for param in group["params"]]
-        return nullcontext() if self.engine is None else self.engine.publishing_edits(params)
-
-    @override
-    def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """Clip while the optimizer's view is suspended: a hook meets what is full as full."""
-        with nullcontext() if self.engine is None else self.engine.view.suspended():
-            super()._clip_gradients(*args, **kwargs)
+        if watched and self.engine is not None:
+            self.engine.average_gradients()  # hooks see what the optimizer will
+        super()._after_closure(model, optimizer)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:

@@ -133,10 +133,9 @@ class AsyncEngine(DataParallelEngine):
             yield
 
     @override
-    @contextmanager
-    def lent_view(self) -> Iterator[None]:
-        with nullcontext() if self.is_alone else super().lent_view():
-            yield
+    def average_gradients(self) -> None:
+        if not self.is_alone:
+            super().average_gradients()
 
     @property
     @override

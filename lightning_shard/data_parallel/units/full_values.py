@@ -6,10 +6,8 @@ No rank ever holds more full values than those of one unit, unless the caller ke
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
-from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.memory.flat_memory import blank
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
@@ -50,25 +48,6 @@ def bring_together(flats: Iterable[FlatParameters]) -> None:
 def publish_loaded(flats: Iterable[FlatParameters]) -> None:
     """Gather full parameters that stay, and were loaded, as they travel; each rank must call."""
     bring_together(flat for flat in flats if flat.is_rounded and not flat.reshards)
-
-
-@contextmanager
-def publishing_edits(
-    flats: Sequence[FlatParameters], ranks: Collectives, device: torch.device
-) -> Iterator[None]:
-    """Bring buffers up to date whose shards user code on any rank changes inside; collective.
-
-    Their full parameters stay between the steps, and they are the same on all ranks.
-    """
-    for flat in flats:
-        flat.take_in_edits()
-        flat.settle()
-    marks = [flat.mark() for flat in flats]
-    yield
-    changed = [flat.mark() != mark for flat, mark in zip(flats, marks, strict=True)]
-    flags = torch.tensor(changed, dtype=torch.uint8, device=device)
-    ranks.all_reduce(flags, "max").wait()
-    bring_together(flat for flat, moved in zip(flats, flags.tolist(), strict=True) if moved)
 
 
 class FullValues:

@@ -52,15 +52,11 @@ Homes = Mapping[nn.Parameter, tuple[FlatParameters, int]]
 def look_full(
     units: Iterable[Unit],
     shards: GradientShards,
-    unsharder: Unsharder | None,
+    unsharder: Unsharder,
     split: ModelSplit,
     user_code: UserCode,
 ) -> None:
-    """Let parameters look full whenever they are in shards and user code runs.
-
-    There are shards from stage 1 on, but of a model that is split over other ranks, too, at stage 3
-    only. Below it, no `unsharder` unshards units for autograd.
-    """
+    """Let parameters look full whenever they are in shards and user code runs."""
     units = [*units]
     named = {
         slot.name: param
@@ -68,9 +64,6 @@ def look_full(
         for flat in unit.flats
         for slot, param in zip(flat.layout.slots, flat.params, strict=True)
     }
-
-    def bring(unit: Unit) -> bool:
-        return unsharder is not None and unsharder.bring(unit)
 
     def home(
         param: nn.Parameter,
@@ -86,7 +79,9 @@ def look_full(
 
     def home_in(unit: Unit, flat: FlatParameters, index: int) -> ParameterHome:
         return home(
-            flat.params[index], partial(bring, unit), lambda: unit.state is UnitState.HIDDEN
+            flat.params[index],
+            partial(unsharder.bring, unit),
+            lambda: unit.state is UnitState.HIDDEN,
         )
 
     beside = set[nn.Parameter]()
@@ -96,10 +91,9 @@ def look_full(
             flat.present_shards(sharded=unit.is_resharded)
         for param in (one for module in unit.modules for one in module.parameters()):
             if not split.is_here(param):
-                settle_beside(param, partial(_brought_beside, unit, bring))
+                settle_beside(param, partial(_brought_beside, unit, unsharder.bring))
                 beside.add(param)
-    if unsharder is not None:
-        _show_absent({*shards.absent()} - beside, home)
+    _show_absent({*shards.absent()} - beside, home)
 
 
 def _show_absent(

@@ -12,7 +12,7 @@ cannot show themselves full by their class, as under ZeRO stage 3.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,9 +77,6 @@ class WeightsInHooks(ModeInHooks):
         self._follow = follow
         self._behind: dict[Tensor, Callable[[], Tensor]] | None = None  # not yet asked for
         self._engine, self._rank, self._finish_copies = engine, rank, finish_copies
-        self._cut_for_updates = {
-            param for flat in engine.flats if flat.layout.num_shards > 1 for param in flat.params
-        }
         self._of_model = set(engine.model.parameters())
         self._names: Mapping[nn.Parameter, str] = {}
         self.is_on = False
@@ -107,7 +104,6 @@ class WeightsInHooks(ModeInHooks):
             if self.is_on:
                 inside.enter_context(self._turned(on=False))
                 self._take_in()
-                inside.enter_context(self._engine.view.suspended())
             yield
 
     @contextmanager
@@ -147,8 +143,7 @@ class WeightsInHooks(ModeInHooks):
             return func(*args, **kwargs)
         if _own_code_runs():
             self._bring_back(params)
-            is_elsewhere = self._engine.split.groups_of_layers or self._engine.view.is_lent
-            is_cut = asker.get() is Asker.LAYER and is_elsewhere
+            is_cut = asker.get() is Asker.LAYER and self._engine.split.groups_of_layers
             return self._on_shards(func, args, kwargs) if is_cut else func(*args, **kwargs)
         if func is torch.autograd.grad or name_of(func) == "swap_tensors":
             raise self._refused(func, params[0])
@@ -177,11 +172,7 @@ class WeightsInHooks(ModeInHooks):
 
     def _is_spread(self, value: Any) -> bool:
         """Whether a value is a parameter whose elements are on several ranks, or on another one."""
-        # Before an update the data-parallel ranks have shards of all others, too.
-        if not isinstance(value, nn.Parameter):
-            return False
-        is_cut = self._engine.view.is_lent and value in self._cut_for_updates
-        return is_cut or self._engine.split.is_spread(value)
+        return isinstance(value, nn.Parameter) and self._engine.split.is_spread(value)
 
     def _on_full(
         self, func: Callable[..., Any], args: Any, kwargs: Any, params: Sequence[nn.Parameter]
@@ -208,12 +199,7 @@ class WeightsInHooks(ModeInHooks):
         self._take_what_was_set([param])
         if param in self._kept:
             return self._kept[param]
-        with (
-            self._engine.view.suspended(),
-            outside_transforms(),
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):
+        with outside_transforms(), torch.inference_mode(False), torch.no_grad():
             shard = param.data
             with reading(self._name(param)):
                 tensor = self._engine.split.full(param, shard)
@@ -232,10 +218,9 @@ class WeightsInHooks(ModeInHooks):
         """Take over the full tensors of `param.set_(value)`, which torch shows to no mode."""
         found = [(one, self._set_to(one)) for one in spread]
         values = {param: value for param, value in found if value is not None}
-        with self._engine.view.suspended() if values else nullcontext():
-            for param, value in values.items():
-                self._kept.pop(param, None)
-                self._write(param, value, to_new_memory=True)
+        for param, value in values.items():
+            self._kept.pop(param, None)
+            self._write(param, value, to_new_memory=True)
 
     def _set_to(self, param: nn.Parameter) -> Tensor | None:
         """Return what a parameter has been set to, and let it show this rank's part again."""
@@ -289,10 +274,8 @@ class WeightsInHooks(ModeInHooks):
     @torch.no_grad()
     def _bring_back(self, params: Sequence[nn.Parameter]) -> None:
         """Write to this rank's shards what a hook has written to the full tensors that it keeps."""
-        kept = [self._kept[param] for param in dict.fromkeys(params) if param in self._kept]
-        with self._engine.view.suspended() if kept else nullcontext():
-            for full in kept:
-                self._write(full.param, full.tensor, to_new_memory=full.is_assigned)
+        for full in [self._kept[one] for one in dict.fromkeys(params) if one in self._kept]:
+            self._write(full.param, full.tensor, to_new_memory=full.is_assigned)
 
     @torch.no_grad()
     def _settle(self, full: _Full) -> None:
@@ -305,11 +288,10 @@ class WeightsInHooks(ModeInHooks):
                 f"tensors of the parameter's shape, or change the model in configure_model, "
                 f"before the fit."
             )
-        with self._engine.view.suspended():
-            self._write(full.param, full.tensor, to_new_memory=full.is_assigned)
-            if split.is_shared(full.param):  # the ranks that have it may have drawn other values
-                agreed = split.full(full.param, full.param.data)
-                self._write(full.param, agreed, to_new_memory=False)
+        self._write(full.param, full.tensor, to_new_memory=full.is_assigned)
+        if split.is_shared(full.param):  # the ranks that have it may have drawn other values
+            agreed = split.full(full.param, full.param.data)
+            self._write(full.param, agreed, to_new_memory=False)
 
     def _write(self, param: nn.Parameter, full: Tensor, *, to_new_memory: bool) -> None:
         """Write this rank's shard of a value; a graph may need what lies in the old memory."""
@@ -333,9 +315,7 @@ class WeightsInHooks(ModeInHooks):
         return self._engine.split.local(param, grad)
 
     def _shape(self, param: nn.Parameter) -> torch.Size:
-        split = self._engine.split
-        known = split if split.is_spread(param) else self._engine
-        return torch.Size(known.full_shape(param))
+        return torch.Size(self._engine.split.full_shape(param))
 
     def _refused(self, func: Callable[..., Any], param: nn.Parameter) -> ConfigError:
         name = self._name(param)

@@ -204,7 +204,7 @@ def test_what_a_hook_wrote_to_memory_before_it_raised_is_the_weight_s() -> None:
         torch.manual_seed(7)
         model = Net()
         engine = make_engine(model)
-        with suppress(ValueError), engine.lent_view():
+        with suppress(ValueError), engine.hook():
             next(model.parameters()).detach().numpy()[...] = 3
             raise ValueError
         num_lent = len(engine.shards.lent._lent)
