@@ -191,6 +191,10 @@ def after_gradient(param: Tensor) -> dict[int, object] | None:
     return getattr(param, "_post_accumulate_grad_hooks", None)
 
 
+TELLS_OF_ARRIVAL = "tells_of_arrival"
+"""Set on an engine's hook; in a dry run a parameter has one for each stage."""
+
+
 def hooks_after_gradient(param: Tensor) -> list[Callable[[Tensor], None]]:
     """Return the hooks that are called once a gradient has been added up."""
     return cast("list[Callable[[Tensor], None]]", [*(after_gradient(param) or {}).values()])

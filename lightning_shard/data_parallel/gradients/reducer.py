@@ -32,12 +32,14 @@ from lightning_shard.data_parallel.gradients.flat_gradients import IS_LEFT, IS_S
 from lightning_shard.data_parallel.gradients.hand_edits import HandEdits
 from lightning_shard.data_parallel.gradients.usage import UsageAgreement, UsageOfSeveral
 from lightning_shard.data_parallel.phases import Phase, Phases
-from lightning_shard.data_parallel.torch_private import hooks_after_gradient, queue_after_backward
+from lightning_shard.data_parallel.torch_private import (
+    TELLS_OF_ARRIVAL,
+    hooks_after_gradient,
+    queue_after_backward,
+)
 from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
 from lightning_shard.data_parallel.views.tensor_properties import REQUIRES_GRAD
 from lightning_shard.errors import ConfigError
-
-_OURS = "tells_of_arrival"  # an engine's hook: in a dry run a parameter has one for each stage
 
 
 class ArrivalHooks:
@@ -63,7 +65,7 @@ class ArrivalHooks:
 
     def _hook(self, param: nn.Parameter, position: int, index: int) -> RemovableHandle:
         hook = self._hook_of(position, index)
-        setattr(hook, _OURS, True)
+        setattr(hook, TELLS_OF_ARRIVAL, True)
         handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return handle
 
@@ -87,7 +89,7 @@ class ArrivalHooks:
 
 def others_wait_for(param: nn.Parameter) -> bool:
     """Whether user code is called once a parameter's gradient has been added up."""
-    return not all(hasattr(hook, _OURS) for hook in hooks_after_gradient(param))
+    return not all(hasattr(hook, TELLS_OF_ARRIVAL) for hook in hooks_after_gradient(param))
 
 
 _MAX_IN_FLIGHT = 2  # bounds the memory of full gradients under stages 2 and 3

@@ -13,7 +13,7 @@ or step of the user's runs, and `asker` that it asks; the engine's own functions
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from types import EllipsisType, FunctionType
 from typing import Any, ParamSpec, TypeVar
 
@@ -44,8 +44,12 @@ from lightning_shard.core.tensor_calls import (
 from lightning_shard.data_parallel.graph_borders import gradient_edge
 from lightning_shard.data_parallel.phases import UserCode, ValueSource
 from lightning_shard.data_parallel.torch_private import (
+    TELLS_OF_ARRIVAL,
+    gradient_hooks,
+    hooks_after_gradient,
     is_traced,
     outside_transforms,
+    queue_after_backward,
     storage_key,
 )
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient, GradientNote
@@ -333,7 +337,7 @@ def _in_shards(
     is_of_gradient = any(
         isinstance(one, AveragedGradient) for one in changed_by(func, args, kwargs)
     )
-    recorded = torch.is_grad_enabled() and func not in _NOT_RECORDED and not is_of_gradient
+    recorded = is_recorded(func) and not is_of_gradient
     trained = [param for param in params if recorded and param.requires_grad]
     if trained and all(_home_of(param).bring_for_user() for param in trained):
         return computed(func, args, kwargs)  # they are full now; what else is in shards comes too
@@ -342,8 +346,64 @@ def _in_shards(
         raise RuntimeError(
             "a leaf Variable that requires grad is being used in an in-place operation."
         )
-    shards = Exchanged(ShardedParameter, _shard_of)
+    shards = Exchanged(ShardedParameter, _leaf_of if trained else _shard_of)
     return shards.returned(computed(func, *shards.given((args, kwargs))))
+
+
+def _leaf_of(param: nn.Parameter) -> ParameterShard:
+    """Return what a hook computes with, of whose graph the parameter gets the gradient."""
+    shard = _shard_of(param)
+    if param.requires_grad and _home_of(param).note is not None:
+        stand_for(shard, param, partial(_put_gradient, param))
+    return shard
+
+
+def _put_gradient(param: nn.Parameter, grad: Tensor) -> None:
+    if type(param) is ShardedParameter:
+        _set_gradient(param, grad)
+    else:
+        param.grad = grad
+
+
+def stand_for(leaf: Tensor, param: nn.Parameter, put: Callable[[Tensor], None]) -> None:
+    """Let a tensor be a leaf that stands for a parameter in a graph that a hook begins.
+
+    In a hook autograd cannot go to a parameter of which this rank has a part. What comes to the
+    leaf is added to the parameter's gradient by `put`, as what a hook sets by hand: once the
+    backward has ended, since others may be on their way until then.
+    """
+
+    def take() -> None:
+        grad, leaf.grad = leaf.grad, None
+        if grad is not None:
+            _add_gradient(param, grad, put)
+
+    def arrived(_: Tensor) -> None:
+        queue_after_backward(lambda: queue_after_backward(take))  # after the engine's own
+
+    leaf.requires_grad_()
+    leaf.register_post_accumulate_grad_hook(arrived)
+
+
+@torch.no_grad()
+def _add_gradient(param: nn.Parameter, grad: Tensor, put: Callable[[Tensor], None]) -> None:
+    """Add a rank's own gradient of a full parameter, and call what waits for it."""
+    for hook in gradient_hooks(param).values():
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    before = param.grad
+    if isinstance(before, AveragedGradient):
+        put(AveragedGradient.called(torch.add, [AveragedGradient], (before, grad), {}))
+    else:
+        put(grad if before is None else before + grad)
+    for waiting in hooks_after_gradient(param):
+        if not hasattr(waiting, TELLS_OF_ARRIVAL):
+            waiting(param)
+
+
+def is_recorded(func: Function) -> bool:
+    """Whether autograd is to record an operation on what requires a gradient."""
+    return torch.is_grad_enabled() and func not in _NOT_RECORDED
 
 
 def differentiation_refused(name: str) -> ConfigError:

@@ -42,7 +42,11 @@ from lightning_shard.data_parallel.torch_private import (
     wraps_tensors,
 )
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
-from lightning_shard.data_parallel.views.sharded_parameter import differentiation_refused
+from lightning_shard.data_parallel.views.sharded_parameter import (
+    differentiation_refused,
+    is_recorded,
+    stand_for,
+)
 from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor
 from lightning_shard.data_parallel.views.unseen_calls import ModeInHooks, makers_seen
 from lightning_shard.errors import ConfigError
@@ -178,22 +182,32 @@ class WeightsInHooks(ModeInHooks):
         self, func: Callable[..., Any], args: Any, kwargs: Any, params: Sequence[nn.Parameter]
     ) -> Any:
         fulls = {param: self._full(param) for param in params}
+        is_written = func == SET_DATA or bool(changed_by(func, args, kwargs))
+        is_recorded_now = is_recorded(func) and not is_written
 
         def full(value: nn.Parameter) -> Tensor:
-            return fulls[value].tensor if value in fulls else value
+            if value not in fulls:
+                return value
+            return self._leaf(fulls[value]) if is_recorded_now else fulls[value].tensor
 
         tensors = Exchanged(nn.Parameter, full)
         full_args, full_kwargs = tensors.given((tuple(args), kwargs))
         result = func(*full_args, **full_kwargs)
         if func == SET_DATA and args[0] in fulls:
             fulls[args[0]].is_assigned = True
-        is_written = func == SET_DATA or bool(changed_by(func, args, kwargs))
         for param, one in fulls.items():
             if param not in self._kept and is_written:
                 self._settle(one)
             if _shows(result, one.tensor) or func == SET_DATA or name_of(func) in OF_MEMORY:
                 self._kept[param] = one
         return tensors.returned(result)
+
+    def _leaf(self, full: _Full) -> Tensor:
+        """Return a full tensor for a graph, of which the parameter gets the gradient."""
+        param, leaf = full.param, full.tensor.detach()
+        if param.requires_grad and param in self._of_model:
+            stand_for(leaf, param, lambda grad: SET_GRAD(param, self._local(param, grad)))
+        return leaf
 
     def _full(self, param: nn.Parameter) -> _Full:
         self._take_what_was_set([param])
