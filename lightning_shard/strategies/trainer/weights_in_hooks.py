@@ -225,7 +225,9 @@ class WeightsInHooks(ModeInHooks):
         """Return the shard of a layer's parameter, also where another stage has it."""
         if not self._is_spread(param):
             return param
-        return self._engine.split.local(param, self._full(param).tensor)
+        full = self._full(param).tensor  # which other stages need of this one
+        is_here = self._engine.split.is_here(param)
+        return param if is_here else self._engine.split.local(param, full)
 
     @torch.no_grad()
     def _take_what_was_set(self, spread: Iterable[nn.Parameter]) -> None:
