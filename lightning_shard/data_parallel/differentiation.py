@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
-from lightning_shard.core.states import setting
+from lightning_shard.core.states import Asker, asker, having, setting
 from lightning_shard.data_parallel.torch_private import exchange_engine_entrance, is_traced
 
 Gradients = Sequence[Any]
@@ -68,15 +68,19 @@ def _enter(engine: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) 
     if not stack or not inputs or is_traced():  # compiled code's own graph is of one rank
         return engine(outputs, *args, **kwargs)
 
+    who = asker.get()
+
     def run(given: Sequence[Any], depth: int) -> Gradients:
         if depth:
             below = depth - 1
             return stack[below].differentiate(
                 given, lambda inner: run(inner, below), accumulates=kwargs["accumulate_grad"]
             )
-        found: Gradients = engine(
-            outputs, grads, retain_graph, create_graph, tuple(given), *others, **kwargs
-        )
+        with having(asker, who):
+            found: Gradients = engine(
+                outputs, grads, retain_graph, create_graph, tuple(given), *others, **kwargs
+            )
         return found
 
-    return run(inputs, len(stack))
+    with having(asker, Asker.ENGINE):
+        return run(inputs, len(stack))

@@ -405,8 +405,9 @@ class DataParallelEngine:
         self.hook_trainable()  # what the step itself has unfrozen
         if self._unsharder is not None:
             self._unsharder.unshard_staying()
-        again = having(asker, value=Asker.USER)  # user code, of blocks that are computed again
-        with self.options.seeing_shards(), again, ExitStack() as inside:
+        # User code runs in hooks, and in blocks that are computed again.
+        again, mark = self.user_code.running(), setting(self.user_code, is_in_backward=True)
+        with self.options.seeing_shards(), again, mark, ExitStack() as inside:
             if self._unsharder is not None:
                 inside.enter_context(gathering_near(self.flats, self._lent.take_all_back))
             for make in self.options.around_backward:

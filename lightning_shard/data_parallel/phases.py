@@ -40,11 +40,11 @@ class ValueSource:
 
 
 class UserCode:
-    """Knows whether hooks or steps of the user's run on this rank."""
+    """Knows whether hooks or steps of the user's run on this rank, or what a backward calls."""
 
     def __init__(self) -> None:
         self.sources: dict[nn.Parameter, ValueSource | None] = {}
-        self.runs = self.is_a_loop = False
+        self.runs = self.is_a_loop = self.is_in_backward = False
 
     @contextmanager
     def running(self, runs: bool = True) -> Iterator[None]:

@@ -44,6 +44,7 @@ from lightning_shard.core.tensor_calls import (
 )
 from lightning_shard.data_parallel.torch_private import (
     MAY_SHARE_DATA,
+    in_backward,
     is_composite,
     outside_transforms,
     storage_key,
@@ -89,7 +90,8 @@ class ParameterShard(_ComputedInFull, ShardedTensor):  # type: ignore[misc]
         for base in _bases(written_by(func, args, kwargs)):
             base.spread.lent.changed()
         lists = [arg for arg in args if isinstance(arg, (list, tuple))]
-        if not found_in(ShardView, lists) and torch.Tag.nondeterministic_seeded not in func.tags:
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if not (is_random or found_in(ShardView, lists) or _meets_a_ranks_own(args, kwargs)):
             try:
                 return super().dispatched(func, args, kwargs)
             except NotShardedError:
@@ -97,6 +99,13 @@ class ParameterShard(_ComputedInFull, ShardedTensor):  # type: ignore[misc]
         if func.is_view and isinstance(args[0], ParameterShard):
             return _views(args[0], (), func, args, kwargs)
         return on_full_copies(func, args, kwargs)
+
+
+def _meets_a_ranks_own(*given: Any) -> bool:
+    """Whether there are tensors of a backward, of which other ranks have other elements."""
+    return in_backward() and any(
+        type(one) is Tensor and one.dim() for one in found_in(Tensor, given)
+    )
 
 
 @dataclass(frozen=True)

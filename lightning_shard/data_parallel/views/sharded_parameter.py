@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial, wraps
 from types import EllipsisType, FunctionType
 from typing import Any, ParamSpec, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,7 @@ from lightning_shard.errors import ConfigError
 
 _KEPT = "_lightning_shard_kept"  # set on those that modules keep beside their own
 _HOME = "_lightning_shard_home"  # set on parameters that can be in shards
+_LEAVES = "_lightning_shard_leaves"  # set on those that hooks compute with: what stands for them
 _BRING = "_lightning_shard_bring"  # set on those of which this rank has no shard, but others
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -141,6 +143,7 @@ def move_out(param: nn.Parameter) -> None:
     present([param], sharded=False)
     vars(param).pop(_HOME, None)
     vars(param).pop(_BRING, None)
+    vars(param).pop(_LEAVES, None)
 
 
 class KeptParameter(nn.Parameter):
@@ -270,6 +273,8 @@ class ShardedParameter(nn.Parameter):
         if func is torch.autograd.grad:
             return _differentiated(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.autograd.backward:
+                _refuse_leaves(found_in(ShardedParameter, (args, kwargs or {})))
             if func in _AS_IT_IS:
                 return func(*args, **(kwargs or {}))
             given = tuple(args), dict(kwargs or {})
@@ -292,7 +297,7 @@ class ShardedParameter(nn.Parameter):
 
 _CLASSES: tuple[type[nn.Parameter], ...] = (nn.Parameter, KeptParameter, ShardedParameter)
 _SHARDS = (ParameterShard, AveragedGradient, ShardView)
-_AS_IT_IS = OF_OBJECT | OF_FORMAT | {Tensor.backward}
+_AS_IT_IS = OF_OBJECT | OF_FORMAT | {Tensor.backward, torch.autograd.backward}
 _OF_SHAPE = OF_SHAPE | {torch.zeros_like, torch.ones_like, torch.empty_like}
 _NOT_RECORDED = _OF_SHAPE | functions("data data= grad= detach")
 
@@ -355,12 +360,14 @@ def _leaf_of(param: nn.Parameter) -> ParameterShard:
     shard = _shard_of(param)
     if param.requires_grad and _home_of(param).note is not None:
         stand_for(shard, param, partial(_put_gradient, param))
+        alive = [leaf for leaf in vars(param).get(_LEAVES, ()) if leaf() is not None]
+        vars(param)[_LEAVES] = [*alive, ref(shard)]
     return shard
 
 
 def _put_gradient(param: nn.Parameter, grad: Tensor) -> None:
     if type(param) is ShardedParameter:
-        _set_gradient(param, grad)
+        _give_gradient(param, grad.shaped_as(param) if isinstance(grad, AveragedGradient) else grad)
     else:
         param.grad = grad
 
@@ -401,6 +408,13 @@ def _add_gradient(param: nn.Parameter, grad: Tensor, put: Callable[[Tensor], Non
             waiting(param)
 
 
+def _refuse_leaves(params: Iterable[nn.Parameter]) -> None:
+    """Raise where a graph may have begun at others than the parameters that it is asked for."""
+    for param in params:
+        if any(leaf() is not None for leaf in vars(param).get(_LEAVES, ())):
+            raise differentiation_refused(_home_of(param).spread.name)
+
+
 def is_recorded(func: Function) -> bool:
     """Whether autograd is to record an operation on what requires a gradient."""
     return torch.is_grad_enabled() and func not in _NOT_RECORDED
@@ -409,9 +423,9 @@ def is_recorded(func: Function) -> bool:
 def differentiation_refused(name: str) -> ConfigError:
     """Return the error for `torch.autograd.grad` of a parameter that has no graph in a hook."""
     return ConfigError(
-        f"torch.autograd.grad was asked in a hook for the gradient of {name!r}, of which ranks "
-        f"have parts, without a graph to the full parameter; expected it in a step. Call it in "
-        f"training_step, and keep there what the hook needs."
+        f"torch.autograd.grad or backward(inputs=...) was asked in a hook for the gradient of "
+        f"{name!r}, of which ranks have parts, without a graph to the full parameter; expected it "
+        f"in a step. Call it in training_step, and keep there what the hook needs."
     )
 
 
@@ -425,8 +439,10 @@ def _differentiated(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any
     with torch._C.DisableTorchFunctionSubclass():
         for param in sharded:
             home = _home_of(param)
-            if user_asks() and home.user_code.runs and param.requires_grad:
-                home.bring_for_user()
+            in_code = home.user_code.runs and not home.user_code.is_in_backward
+            if user_asks() and in_code and param.requires_grad:
+                if not home.bring_for_user():
+                    _refuse_leaves([param])
                 is_part = home.spread.own_shape not in (None, home.spread.shape)
                 if is_part or not any(one.requires_grad for one in found_in(Tensor, outputs)):
                     raise differentiation_refused(home.spread.name)
@@ -494,7 +510,8 @@ def _set_gradient(param: nn.Parameter, value: Tensor | None) -> None:
     home: ParameterHome = param.__dict__[_HOME]
     if isinstance(value, AveragedGradient):
         value = value.shaped_as(param)
-    if value is None or not home.user_code.runs:
+    user_code = home.user_code
+    if value is None or user_code.is_in_backward or not user_code.runs:
         if value is not None and value.shape != param.shape:
             raise ConfigError(
                 f".grad of {home.spread.name!r} was set to a tensor of shape {tuple(value.shape)} "
@@ -503,7 +520,13 @@ def _set_gradient(param: nn.Parameter, value: Tensor | None) -> None:
                 f"on_after_backward, in manual optimization, or use strategy='zero2'."
             )
         SET_GRAD(param, value)
-        return
+    else:
+        _give_gradient(param, value)
+
+
+def _give_gradient(param: nn.Parameter, value: Tensor) -> None:
+    """Set `.grad` to a full tensor, a stand-in or what looks full."""
+    home: ParameterHome = param.__dict__[_HOME]
     if not isinstance(value, ParameterShard):
         SET_GRAD(param, _of_full(value, param, home))
         return

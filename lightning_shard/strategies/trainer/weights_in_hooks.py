@@ -149,7 +149,7 @@ class WeightsInHooks(ModeInHooks):
             self._bring_back(params)
             is_cut = asker.get() is Asker.LAYER and self._engine.split.groups_of_layers
             return self._on_shards(func, args, kwargs) if is_cut else func(*args, **kwargs)
-        if func is torch.autograd.grad or name_of(func) == "swap_tensors":
+        if func in _ASKS_BY_INPUTS or name_of(func) == "swap_tensors":
             raise self._refused(func, params[0])
         if func == SET_GRAD and self._is_spread(args[0]):
             return func(args[0], self._local(args[0], args[1]))
@@ -335,7 +335,7 @@ class WeightsInHooks(ModeInHooks):
 
     def _refused(self, func: Callable[..., Any], param: nn.Parameter) -> ConfigError:
         name = self._name(param)
-        if func is torch.autograd.grad:
+        if func in _ASKS_BY_INPUTS:
             return differentiation_refused(name)
         return ConfigError(
             f"Rank {self._rank}: swap_tensors() was called of the parameter {name!r}, "
@@ -389,5 +389,6 @@ def _own_code_runs() -> bool:
     return not (user_asks() and sees_subclasses())
 
 
+_ASKS_BY_INPUTS = (torch.autograd.grad, torch.autograd.backward)
 _SHARDED = (AveragedGradient, ShardedTensor)
 _OF_THE_OBJECT = OF_OBJECT | OF_FORMAT

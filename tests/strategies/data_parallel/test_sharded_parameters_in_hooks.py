@@ -309,6 +309,30 @@ def test_a_penalty_over_parameters_trains_as_on_one_device() -> None:
     assert_same(result, train(Anchored))
 
 
+class ReadsInBackward(Taught):
+    """Divides a gradient by the norm of a block's weight, and pulls another to that weight."""
+
+    def __init__(self) -> None:
+        super().__init__("in_place", "never")
+
+    def on_fit_start(self) -> None:
+        first, second = (block.up.weight for block in self.net.blocks[:2])
+        first.register_hook(lambda grad: grad + 0.1 * second.detach())
+        second.register_hook(lambda grad: grad + first.detach() / 10)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if loss.requires_grad:
+            loss.register_hook(lambda grad: grad / block_weight(self).detach().norm())
+        return loss
+
+
+def test_a_hook_in_backward_reads_full_weights() -> None:
+    """It read a rank's own shard, and gradients were wrong without a word, or an error of sizes."""
+    result = train(ReadsInBackward, strategy="zero3_in_process", devices=2)
+    assert_same(result, train(ReadsInBackward))
+
+
 class Acts(Taught):
     """Does something after the second batch."""
 
