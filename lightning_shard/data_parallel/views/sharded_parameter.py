@@ -351,7 +351,7 @@ def _in_shards(
         raise RuntimeError(
             "a leaf Variable that requires grad is being used in an in-place operation."
         )
-    shards = Exchanged(ShardedParameter, _leaf_of if trained else _shard_of)
+    shards = Exchanged(ShardedParameter, _leaf_of if trained and not writes(func) else _shard_of)
     return shards.returned(computed(func, *shards.given((args, kwargs))))
 
 
@@ -388,7 +388,8 @@ def stand_for(leaf: Tensor, param: nn.Parameter, put: Callable[[Tensor], None]) 
     def arrived(_: Tensor) -> None:
         queue_after_backward(lambda: queue_after_backward(take))  # after the engine's own
 
-    leaf.requires_grad_()
+    with outside_transforms():
+        leaf.requires_grad_()
     leaf.register_post_accumulate_grad_hook(arrived)
 
 
