@@ -390,7 +390,7 @@ def stand_for(leaf: Tensor, param: nn.Parameter, put: Callable[[Tensor], None]) 
 
     with outside_transforms():
         leaf.requires_grad_()
-    leaf.register_post_accumulate_grad_hook(arrived)
+    leaf.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
