@@ -209,6 +209,8 @@ def new_folder(path: Any, *, own: Sequence[str] = (), edition: str = "") -> Iter
                 yield folder
             return
         _make_room(place)
+        if _is_special(place):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if holds_others(place, own):
             raise _is_another(place, "a folder of checkpoints")
         part = part_of(place)

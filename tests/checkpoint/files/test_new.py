@@ -249,6 +249,16 @@ def test_a_pipe_is_written_and_not_replaced(tmp_path: Path) -> None:
     assert pipe.is_fifo()
 
 
+def test_a_folder_does_not_replace_a_pipe(tmp_path: Path) -> None:
+    """A pipe or a device, such as /dev/null, was exchanged for a folder."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(CheckpointError, match=r"was not saved: Not a directory"):
+        write_folder(pipe, "one")
+    assert pipe.is_fifo()
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
 def test_a_link_is_replaced_and_what_it_names_is_not(tmp_path: Path) -> None:
     write_folder(tmp_path / "best.ckpt", "best")
     for save in (write, write_folder):
