@@ -41,6 +41,17 @@ _ran: Counter[str] = Counter()
 _skipped: Counter[str] = Counter()
 
 
+@pytest.fixture
+def torchs_own_kernels() -> Iterator[None]:
+    """Keep oneDNN out, which computes an LSTM in bfloat16 on some processors only."""
+    import torch
+
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)  # the context of torch.backends warns, of GPUs
+    yield
+    torch._C._set_mkldnn_enabled(before)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Compute on one thread: with models this small several only wait for each other."""

@@ -1,7 +1,6 @@
 """Number formats: each trains as a single device does in that format, and holds what it says."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -31,7 +30,7 @@ from tests.strategies.parity import (
     train_ranks,
 )
 
-pytestmark = ignoring()
+pytestmark = [*ignoring(), pytest.mark.usefixtures("torchs_own_kernels")]
 
 LOW = ("bf16-true", "bf16-mixed")
 ALL = [
@@ -43,15 +42,6 @@ ALL = [
 QUICK = [case for case in ALL if case.model == "gpt" and case.strategy in ("shard_ddp", "zero3")]
 QUICK += [case for case in ALL if case.model == "lstm" and case.strategy in ("zero1", "zero3")]
 QUICK += [case for case in ALL if case.model == "sync_conv" and case.strategy == "zero2"]
-
-
-@pytest.fixture(autouse=True)
-def torchs_own_kernels() -> Iterator[None]:
-    """Keep oneDNN out, which computes an LSTM in bfloat16 on some processors only."""
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)  # the context of torch.backends warns, of GPUs
-    yield
-    torch._C._set_mkldnn_enabled(before)
 
 
 def _error(run: Run, exact: Run) -> tuple[float, float]:

@@ -91,6 +91,7 @@ def test_an_exact_codec_trains_as_dense_does(name: str, model: str) -> None:
 
 
 @pytest.mark.few_cases(1)
+@pytest.mark.usefixtures("torchs_own_kernels")
 @pytest.mark.parametrize("model", ["mixture", "lstm", "t5"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_stage_3_sums_what_it_decodes_in_float32(model: str, precision: str) -> None:
@@ -103,6 +104,7 @@ def test_stage_3_sums_what_it_decodes_in_float32(model: str, precision: str) -> 
     assert runs[1].norms == pytest.approx(runs[0].norms, rel=rounding)
 
 
+@pytest.mark.usefixtures("torchs_own_kernels")
 @pytest.mark.parametrize("name", ["zero1", *slowly("shard_ddp", "zero2")])
 def test_mixed_precision(name: str) -> None:
     dense = short("lstm", name, 2, compression=None, precision="bf16-mixed")
