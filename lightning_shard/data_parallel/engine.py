@@ -168,8 +168,7 @@ class DataParallelEngine:
         self.full_values = FullValues(
             model, self._homes, self.units, self.groups, self.split, self.adopt_assigned
         )
-        if self._unsharder is not None:
-            look_full(self.units, self.shards, self._unsharder, self.split, self.user_code)
+        self._look_full()
         self._unseen_calls = SeesUnseenCalls(self.phases)
         self.around_methods: _InsideOf = nullcontext
         self.hook_trainable()
@@ -228,6 +227,10 @@ class DataParallelEngine:
 
     def _reduce_asked(self) -> None:
         self.reducer.reduce_asked()  # ranks that come to train alone get another one
+
+    def _look_full(self) -> None:
+        if self._unsharder is not None:
+            look_full(self.units, self.shards, self._unsharder, self.split, self.user_code)
 
     def asking_nobody(self) -> AbstractContextManager[None]:
         """Inside, this rank hands out the full state that it has, and asks no other."""
