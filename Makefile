@@ -23,6 +23,8 @@ GPU_STAMP := $(if $(HAS_GPU),$(GPU)/.installed,$(STAMP))
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # Several ranks share the cores: an idle OpenMP thread must sleep, not spin.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Ranks that are processes import what another has compiled.
+export PYTHONDONTWRITEBYTECODE :=
 
 # A file's tests stay together, in their order. Half of their time is waiting for ranks that are
 # processes, so three share two cores.

@@ -290,6 +290,7 @@ def test_host_memory_serves_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(set(lent)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "strategy",

@@ -34,6 +34,7 @@ class Adapted(Model):
         self.steps += 1
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("before", "after", "kind"),

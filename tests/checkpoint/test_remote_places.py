@@ -98,6 +98,7 @@ def check_style(style: str, kind: str, memory: Any) -> None:
     torch.testing.assert_close(dict(stored), dict(whole.state_dict()), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("style", "kind"), QUICK)
 def test_a_url_is_no_local_folder(style: str, kind: str, memory: Any) -> None:

@@ -49,6 +49,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zero2-2", pytest.param("hybrid-8", marks=pytest.mark.slow)])
 def test_ranks_plan_again_only_when_the_state_has_another_layout(
     layout: str, tmp_path: Path, planned: list[int], monkeypatch: pytest.MonkeyPatch

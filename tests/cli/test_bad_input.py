@@ -276,6 +276,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         return int(end.code or 0)
 
 
+@pytest.mark.few_cases(60)
 @pytest.mark.filterwarnings("ignore:Total length of .* is zero")  # Lightning, of no data
 @pytest.mark.parametrize(("arguments", "code", "said"), ROWS)
 def test_bad_input_is_one_line_before_any_work(

@@ -72,6 +72,7 @@ def test_describe_tells_who_wrote_what(
         assert text in said, said
 
 
+@pytest.mark.slow
 def test_describe_says_the_same_of_both_formats_to_scripts(
     saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

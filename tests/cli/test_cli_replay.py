@@ -75,6 +75,7 @@ def step(command: Command, tmp_path: Path) -> str:
     return str(tmp_path / "step-00000001")
 
 
+@pytest.mark.slow
 def test_a_failure_is_reproduced_and_looked_at(
     command: Command, step: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

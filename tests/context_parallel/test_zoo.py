@@ -82,7 +82,7 @@ def in_float64() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
-@pytest.mark.few_cases(12)
+@pytest.mark.few_cases(5)
 @pytest.mark.parametrize(("length", "num_ranks"), SIZES)
 @pytest.mark.parametrize("name", FORWARDS)
 def test_it_is_that_of_the_full_sequence(name: str, length: int, num_ranks: int) -> None:

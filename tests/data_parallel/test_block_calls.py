@@ -270,6 +270,7 @@ CASES = {
 }
 
 
+@pytest.mark.few_cases(8)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("bucket_mb", [1e-4, 25], ids=["unit_each", "one_unit"])
@@ -277,6 +278,7 @@ def test_stage_3(name: str, num_ranks: int, bucket_mb: float) -> None:
     check(CASES[name], 3, num_ranks, bucket_mb)
 
 
+@pytest.mark.few_cases(8)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("stage", range(3))
 def test_other_stages(name: str, stage: int) -> None:

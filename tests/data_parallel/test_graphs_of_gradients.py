@@ -135,6 +135,7 @@ CASES = {
 }
 
 
+@pytest.mark.few_cases(4)
 @pytest.mark.parametrize("name", CASES)
 def test_a_second_backward_of_a_step_finds_the_parameters(name: str) -> None:
     check(CASES[name], stage=3, num_ranks=2)
@@ -227,6 +228,7 @@ class TwoOptimizers(Stack):
         return [torch.optim.SGD(blocks.parameters(), lr=0.01) for blocks in halves]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket_mb", [1e-4, 25])  # with 25, both halves are in one unit
 def test_an_update_of_others_leaves_a_graph_its_parameters(bucket_mb: float) -> None:
     alone = fit(TwoOptimizers, max_epochs=1)

@@ -422,6 +422,7 @@ UPDATES = {
 }
 
 
+@pytest.mark.few_cases(6)
 @pytest.mark.parametrize("name", UPDATES)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
@@ -436,6 +437,7 @@ def test_updates_with_two_copies_of_the_state(name: str, stage: int) -> None:
     check(UPDATES[name], stage, num_ranks=4, num_copies=2)
 
 
+@pytest.mark.few_cases(6)
 @pytest.mark.parametrize("name", UPDATES)
 def test_updates_with_blocks_joined_in_one_unit(name: str) -> None:
     check(UPDATES[name], stage=3, num_ranks=2, bucket_mb=25)

@@ -54,6 +54,7 @@ def inputs_of(rank: int, chosen: list[list[int]], num_each: int) -> tuple[Tensor
     return x, torch.tensor(chosen, dtype=torch.int64).view(len(chosen), num_each), weights
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(routing=routings())
 def test_any_counts_of_tokens_give_what_all_experts_give(

@@ -188,6 +188,7 @@ class PenalisedMixtral(HuggingFaceLM):
         return super().loss(batch) + 0.01 * sum(p.norm() for p in self.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_penalties_over_split_experts_are_those_of_a_single_device(stage: int) -> None:
     def build() -> Any:

@@ -158,6 +158,7 @@ def test_one_file_has_the_codes_of_one_device(
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("layout", ["full", "sharded"])
 def test_a_state_of_other_blocks_is_refused(

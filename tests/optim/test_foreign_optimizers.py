@@ -78,6 +78,7 @@ def test_who_reads_all_parameters_is_refused_before_anything_trains(name: str, s
         fit(style_with(OF_ALL[name]), make(), devices=num_ranks, max_epochs=1)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["zero2", "pipeline", "zero1", "zero3", "tensor"])
 @pytest.mark.parametrize("name", ["Lion", "SPAM", "Sophia", "LAMB", "Adafactor", "CAME"])

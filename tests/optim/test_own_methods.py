@@ -154,6 +154,7 @@ class Undecided(ScheduleFree):
             param.mul_(1 + 0 * len(self.state[param]))
 
 
+@pytest.mark.slow
 def test_what_a_trial_says_against_a_method_is_told_when_it_is_called() -> None:
     """A method whose trial raises, or differs on parts, was called on what did not fit, unsaid."""
 
@@ -203,6 +204,7 @@ def test_a_count_of_the_optimizers_own_is_kept(scheme: str, tmp_path: Any) -> No
     assert dict[Any, Any](more.optimizers[0].state)["k"] == 10
 
 
+@pytest.mark.slow
 def test_a_count_is_in_a_folder_and_comes_back(tmp_path: Any) -> None:
     """It was left out where a folder is read, and the count began anew."""
     for num_epochs in (1, 2):
@@ -214,6 +216,7 @@ def test_a_count_is_in_a_folder_and_comes_back(tmp_path: Any) -> None:
     assert dict[Any, Any](trainer.optimizers[0].state)["k"] == 10
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["zero1", "zero2"])
 def test_a_step_that_moves_weights_before_its_closure(scheme: str) -> None:

@@ -119,6 +119,7 @@ def assert_same_as_given_directly(folder: Path, weights: dict[str, Tensor], **op
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "name",

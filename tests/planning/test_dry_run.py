@@ -180,6 +180,7 @@ def text(batch_size: int) -> list[Tensor]:
     return [torch.zeros(batch_size, CONTEXT, dtype=torch.long, device="meta") for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_a_simulated_world_of_4096_ranks_says_the_same_of_each_pipeline() -> None:
     few, many = (
         hybrid(zero_stage=1, backend="auto")().dry_run(ExampleGPT(), text(6), world_size=size)
@@ -204,6 +205,7 @@ def test_the_module_and_the_random_stream_stay_as_they_were() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_more_microbatches_keep_no_more_activations_under_1f1b() -> None:
     few, many = (
         hybrid(num_microbatches=num)().dry_run(ExampleGPT(), text(num), world_size=8)

@@ -94,6 +94,7 @@ def test_each_rank_holds_its_share_of_the_experts(model: str) -> None:
         assert ("beyond an even share" in str(found)) == (size > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("world_size", "options"),

@@ -62,6 +62,7 @@ def _check(case: Case) -> None:
         assert weight.dtype == plain.weights[name].dtype
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_is_as_close_to_float32_as_a_single_device(case: Case) -> None:

@@ -78,6 +78,7 @@ class Counting(pl.Callback):
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", ["ZeRO1Strategy", "ZeRO3Strategy", "TensorParallelStrategy"])
 def test_a_monitored_fit_sends_nothing_more(name: str, tmp_path: Path) -> None:

@@ -155,6 +155,7 @@ def test_a_step_that_needs_its_trainer_is_trained_and_the_reason_written(tmp_pat
     assert len(written(tmp_path, 0, "step")) == 2
 
 
+@pytest.mark.slow
 def test_persistent_bytes_and_traffic_are_those_of_the_dry_run(tmp_path: Path) -> None:
     fit("gpt", monitors(tmp_path), strategy=ZeRO3Strategy(backend="in_process"), devices=2)
     (expected,) = written(tmp_path, 0, "dry_run")[0]["ranks"]
@@ -167,6 +168,7 @@ def test_persistent_bytes_and_traffic_are_those_of_the_dry_run(tmp_path: Path) -
     assert sent == pytest.approx(expected["sent"]["dp"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_plan_that_was_found_is_that_of_the_dry_run(tmp_path: Path) -> None:
     strategy = TensorParallelStrategy(backend="in_process")
     fit("gpt", monitors(tmp_path), strategy=strategy, devices=2)

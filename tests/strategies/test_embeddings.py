@@ -33,6 +33,7 @@ class Counted(Renormed):
     options_of_rows: ClassVar[dict[str, Any]] = {"scale_grad_by_freq": True}
 
 
+@pytest.mark.few_cases(4)
 @pytest.mark.parametrize("scheme", DECODER_SCHEMES)
 @pytest.mark.parametrize("style", [Renormed, Counted])
 def test_an_embedding_that_looks_at_a_batch_sees_all_of_it_or_is_refused(

@@ -274,6 +274,7 @@ class AssignedThenRead(OfRanks):
             param.grad = param.grad / (1 + total)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["pipeline", "tensor", "zero2", "hybrid"])
 def test_norms_of_assigned_gradients_are_known_to_all_ranks_alike(scheme: str) -> None:

@@ -93,6 +93,7 @@ class CopiesCopies(KeptTeacher):
         self.kept.append(copy.deepcopy(self.kept[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["zero3", *(one for one in WITHOUT_STAGES if one != "zero3")])
 def test_copies_of_copies_are_as_on_one_device(scheme: str) -> None:

@@ -133,6 +133,7 @@ def test_sixteen_bit_formats_of_two_kinds_fit_together() -> None:
     assert trainer.global_step == 4
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero1"])
 def test_micro_batches_are_not_summed_in_bf16(strategy: str) -> None:

@@ -65,6 +65,7 @@ def checkpoint_of(style: type[Decoder], strategy: Any, folder: Path, devices: in
     return folder / "end.ckpt"
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", DECODER_SCHEMES)
 @pytest.mark.parametrize("style", LOSING)
@@ -198,12 +199,14 @@ class NormsWeights(Decoder):
             parametrizations.weight_norm(self.head)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["zero3", "context_zero3"])
 def test_parameters_that_hooks_make_of_shards_are_one_devices(scheme: str) -> None:
     """The fit ended in an error that what was read of shards is used after its run."""
     assert_as_alone(NormsWeights, scheme)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["tensor_zero3", "2x2x2_zero3"])
 def test_parameters_that_hooks_make_of_split_shards_are_refused(scheme: str) -> None:

@@ -135,6 +135,7 @@ class DrawnAlike(DrawnApart):
     apart = False
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", ["tensor", "pipeline"])
 def test_where_ranks_have_drawn_apart_the_first_one_s_values_win(name: str) -> None:

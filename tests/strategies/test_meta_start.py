@@ -166,6 +166,7 @@ def test_the_resident_set_of_a_process_rises_by_its_shards_and_one_unit(
         assert found["rise"] > 3 * found["shards"]
 
 
+@pytest.mark.slow
 def test_a_folder_of_safetensors_is_read_into_shards(tmp_path: Path) -> None:
     stored = build("tied")
     stored.save_pretrained(tmp_path)

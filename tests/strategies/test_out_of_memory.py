@@ -97,6 +97,7 @@ def size(note: str, kind: str) -> float:
     return float(found[1]) * {"B": 1 / KIB, "KiB": 1, "MiB": KIB}[found[2]]
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("place", ["forward", pytest.param("backward", marks=SLOW), "optimizer"])
 def test_kinds_and_advice_under_zero2(place: str) -> None:

@@ -84,6 +84,7 @@ def penalized_on_one_device(name: str) -> Run:
     return train(penalized(name), num_steps=3)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("penalty", PENALTIES)

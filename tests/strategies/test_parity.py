@@ -215,6 +215,7 @@ def fit(optimizer: str, strategy: Any, epochs: int, path: Path | None = None) ->
     return trainer, [param.detach() for param in module.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

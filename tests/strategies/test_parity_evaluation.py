@@ -132,6 +132,7 @@ def check_given_back(model: Trained, fitted: L.Trainer) -> None:
         assert state["exp_avg"].shape == state["exp_avg_sq"].shape == param.shape
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fit_then_validate_test_predict_and_fit_again(strategy: str) -> None:
@@ -253,6 +254,7 @@ class Measured(Stack):
         return self.train_dataloader()
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(2)
 @pytest.mark.filterwarnings("ignore:A step uses .* parameters outside of their stage")
 @pytest.mark.parametrize("scheme", ["zero3", "tensor", "pipeline", "hybrid"])

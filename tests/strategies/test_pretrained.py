@@ -95,6 +95,7 @@ def check_weights(found: nn.Module, stored: nn.Module) -> None:
         assert torch.equal(param, expected[name].to(param.dtype)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [one for one in LAYOUTS if one not in ("zero3-3", "copies-4")])
 @pytest.mark.few_cases(1)
 def test_every_strategy_reads_a_folder_in_parts_into_what_its_ranks_hold(

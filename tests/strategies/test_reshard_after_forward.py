@@ -166,6 +166,7 @@ def fit(way: str, *, num_steps: int = 3, sent: Sent | None = None, **options: An
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "options", [{}, {"quantized_gathers": "int8"}, {"activation_checkpointing": ["Block"]}], ids=str
@@ -213,6 +214,7 @@ GATHERED = NUM_BLOCKS * BLOCK
 HEAD = WIDTH + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["plain", "no_grad", "manual"])
 def test_backward_sends_no_parameter_to_another_node(way: str) -> None:
     """Forward gathers the blocks over all ranks, each backward over a node, by the ring's count."""

@@ -155,6 +155,7 @@ class ByAutogradGrad(Decoder):
             param.grad = grad
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("scheme", WITHOUT_STAGES)
 def test_a_backward_to_some_inputs_reaches_split_weights(scheme: str) -> None:
@@ -173,6 +174,7 @@ def test_gradients_set_in_a_backward_of_the_users_train_or_are_refused(scheme: s
     assert_as_alone(ByAutogradGrad, scheme)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", OF_STAGES)
 @pytest.mark.parametrize("style", [OfSomeInputs, ByAutogradGrad, WeightPenalty, LeafPenalty])

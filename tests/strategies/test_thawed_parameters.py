@@ -95,6 +95,7 @@ STYLES = [Thaws, ThawsAndAdds, ThawsAll, Freezes, FreezesAfterBackward, Finetune
 alone: Any = cache(fit)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("style", STYLES)

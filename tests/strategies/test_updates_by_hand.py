@@ -150,7 +150,7 @@ class ByHand(Decoder):
         return loss
 
 
-@pytest.mark.few_cases(5)
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", UPDATES)
 def test_a_step_updates_weights_by_their_gradients(name: str, scheme: str) -> None:

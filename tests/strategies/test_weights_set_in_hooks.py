@@ -143,6 +143,7 @@ class ReadsBoth(OfRanks):
         self.seen.append(float(sum((p.grad * p).sum() for p in self.parameters()).detach()))
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["shard_ddp", "zero2", "zero3"])
 def test_weights_read_with_gradients_before_an_update_by_hand_are_full(
@@ -197,6 +198,7 @@ def twice(way: Callable[[Any], None], work: Callable[[Any], None]) -> type[Twice
     return type(f"{way.__name__}_{work.__name__}", (Twice,), {"on_train_batch_end": run})
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("work", [other_optimizer, checkpoint, state, forward])

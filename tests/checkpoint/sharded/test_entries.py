@@ -117,6 +117,7 @@ def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "strategy"),
     [

@@ -93,6 +93,7 @@ def fit(epochs: int, path: Path | None = None) -> Any:
     return trainer
 
 
+@pytest.mark.slow
 def test_a_resumed_run_finds_what_was_kept_under_a_tuple(tmp_path: Path) -> None:
     """It came back under `"(1, 'a')"`; the run began anew, and its next save was refused."""
     fit(1).save_checkpoint(tmp_path / "run")

@@ -77,6 +77,7 @@ STEPS_OF_CHECKPOINTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("layout", ["zero3-4", "tensor-4"])
 def test_nothing_is_gathered_while_saving_and_loading(
@@ -253,6 +254,7 @@ def test_the_best_and_the_last_folder_are_kept(tmp_path: Path) -> None:
     assert len(again.losses) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "strategy",

@@ -121,6 +121,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("model", "choice", "name"), MODELS, ids=str)
 def test_models_of_others(model: str, choice: Any, name: str) -> None:
@@ -131,6 +132,7 @@ def test_models_of_others(model: str, choice: Any, name: str) -> None:
     assert strategy.activation_traffic["up"].bytes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["zero3", "tensor", "1f1b"])
@@ -176,6 +178,7 @@ def test_statistics_and_buffers_that_forward_changes(stack: Any, sync_batchnorm:
     torch.testing.assert_close(moved.weights, plain.weights, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true", "64-true"])
 @pytest.mark.parametrize("name", ["zero3", "tensor", "1f1b"])

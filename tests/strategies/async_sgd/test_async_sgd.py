@@ -166,6 +166,7 @@ class Seen(L.Callback):
         self.counters = trainer.strategy.collectives.all_gather_object(trainer.strategy.counters)
 
 
+@pytest.mark.slow
 def test_ranks_agree_at_validations_epochs_and_the_end() -> None:
     """With running statistics, which come from rank 0."""
     torch.manual_seed(7)

@@ -96,7 +96,7 @@ def fit(module: Spiking, strategy: Any, devices: int = 2, **more: Any) -> Tensor
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
-@pytest.mark.few_cases(8)
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 def test_a_spike_is_cut_off(compressor: str, scheme: str) -> None:

@@ -90,6 +90,7 @@ def test_an_exact_codec_trains_as_dense_does(name: str, model: str) -> None:
         torch.testing.assert_close(exact.weights[key], weight, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.usefixtures("torchs_own_kernels")
 @pytest.mark.parametrize("model", ["mixture", "lstm", "t5"])

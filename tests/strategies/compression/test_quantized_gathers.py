@@ -117,6 +117,7 @@ def fit(name: str, num_steps: int, **options: Any) -> tuple[Run, L.Trainer]:
     return Run(losses=curve.losses, norms=curve.norms, weights=weights), trainer
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", STAGES)
 def test_a_run_goes_on_as_if_it_had_not_stopped(name: str, tmp_path: Path) -> None:
@@ -189,6 +190,7 @@ def test_ranks_that_split_a_model_gather_in_few_bits(split: str, stage: int) -> 
     assert quantized.losses == pytest.approx(dense.losses, rel=2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_copies_of_the_state_average_what_each_has_decoded(stage: int) -> None:

@@ -78,6 +78,7 @@ def on_rows(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "how", "layout", "backend"),
     [

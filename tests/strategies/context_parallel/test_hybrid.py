@@ -60,6 +60,7 @@ QUICK = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("model", "layout"),

@@ -229,6 +229,7 @@ def constrained(**options: Any) -> dict[str, Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SPLIT)
 def test_a_split_model_trains_what_was_assigned(scheme: str) -> None:

@@ -194,6 +194,7 @@ def test_a_pipeline_names_what_is_compiled_as_one(way: str) -> None:
         fit_compiled("pipeline", way)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "way", "net"),
     [
@@ -322,6 +323,7 @@ class GraphsPerStep(L.Callback):
         self.outputs.append(pl_module(torch.ones(2, 4)).detach().clone())
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("way", ["net_in_place", "blocks_in_place"])
 def test_no_step_but_the_first_compiles_and_code_outside_of_steps_gathers(way: str) -> None:

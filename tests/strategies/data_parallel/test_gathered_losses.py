@@ -90,6 +90,7 @@ WITHIN_MODELS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings("ignore:1 microbatches are fewer than the 2 stages")
 @pytest.mark.parametrize(

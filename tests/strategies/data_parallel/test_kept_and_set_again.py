@@ -261,6 +261,7 @@ class BetweenHooks(TwoHeads):
             param.grad = None if grad is None else grad * 0.5 + grad.sign() * 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["zero1", "zero2", "zero3", "tensor", "tensor_zero2", "hybrid"])
 def test_what_one_hook_keeps_of_gradients_another_sets(scheme: str) -> None:

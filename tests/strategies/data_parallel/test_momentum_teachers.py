@@ -63,6 +63,7 @@ def test_teacher_meets_other_elements_than_its_students(
     assert_same(result, single_device(*arguments))
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("make", "num_ranks"),
@@ -92,6 +93,7 @@ class MovedAfterStudent(Taught):
         return loss + nn.functional.cross_entropy(self.head(self.neck(features)), y)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("update", ["in_place", "assigned"])
 def test_teacher_is_gathered_before_it_is_moved(update: str) -> None:
@@ -226,6 +228,7 @@ def test_a_copy_of_shards_is_not_trained() -> None:
         train(partial(Wrong, train_copy), strategy=zero3(), devices=2)
 
 
+@pytest.mark.slow
 def test_a_teacher_that_is_copied_anew_is_one_devices() -> None:
     """A module that was replaced in a hook was refused."""
     make = partial(Wrong, copy_anew)

@@ -183,6 +183,7 @@ def assert_trains(precision: str, layout: str) -> None:
     assert model.losses == pytest.approx(expected.losses, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("layout", ["zero2-2", "zero3-3"])
 def test_clipping_and_accumulation(layout: str) -> None:

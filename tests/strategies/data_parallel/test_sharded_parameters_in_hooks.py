@@ -215,6 +215,7 @@ def edited_alone() -> Any:
     return train(Edits)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["zero3", "two copies"])
 def test_an_edit_by_index_reaches_the_element_of_the_full_weight(scheme: str) -> None:

@@ -123,6 +123,7 @@ class Sent(Callback):
             self.sent = trainer.strategy.along("rows").traffic.total_bytes
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_dimension_of_ones_own_says_what_is_sent(tmp_path: Path) -> None:
     batch = [one[:BATCH] for one in samples()]
     found = sharing_rows().dry_run(Stack(), batch, world_size=4)

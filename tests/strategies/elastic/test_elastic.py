@@ -219,6 +219,7 @@ def test_the_users_own_error_is_raised_as_it_is() -> None:
         fit(module=Broken(Journal()))
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
 def test_too_many_lost_goes_back_to_the_newest_checkpoint(

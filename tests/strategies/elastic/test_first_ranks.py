@@ -19,6 +19,7 @@ def fit_on_fewer(most: int, **options: Any) -> Journal:
         return fit(max_ranks=most, **options)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("most", "options"),

@@ -53,6 +53,7 @@ RECOMPUTED = [
 QUICK = {("mixtral", 3, "full"), ("seldom", 1, "selective")}
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("model", "stage", "kind"),
@@ -64,6 +65,7 @@ def test_recomputed_mixtures_equal_a_single_device(model: str, stage: int, kind:
     assert_parity(run, single_device(model), num_steps=LONG_STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("model", ["mixtral", "listed"])
 def test_mixed_precision_differs_by_rounding(model: str) -> None:
@@ -85,6 +87,7 @@ class Balanced(ExpertBalance):
             self.logged += (trainer.callback_metrics[self.name].item(),)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
@@ -219,6 +222,7 @@ class Multiplies(L.Callback):
             self.products.append(param.detach().norm().item())
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("name", ["listed", "mixtral"])

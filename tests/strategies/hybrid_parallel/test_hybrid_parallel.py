@@ -227,6 +227,7 @@ def seen_by_ranks(style: type[Stack], **options: Any) -> tuple[list[Any], Parall
     return gather.ranks, strategy.mesh
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the")
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(

@@ -447,6 +447,7 @@ class MixesSquares(Stack):
         self.seen += [(up * down).sum().item(), torch.dot(up.flatten(), down.flatten()).item()]
 
 
+@pytest.mark.slow
 def test_weights_that_layers_split_otherwise_are_not_mixed() -> None:
     """Equal numbers of elements were taken for the same elements: weights were .2 off."""
     strategy = HybridParallelStrategy(

@@ -85,6 +85,7 @@ def assert_same_bits(got: Weights, expected: Weights) -> None:
         assert torch.equal(value, expected[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("way", "precision"),

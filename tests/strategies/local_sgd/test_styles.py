@@ -63,6 +63,7 @@ def format_options(precision: str) -> dict[str, Any]:
     return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", slow_but(["16-mixed"], ["32-true", "bf16-mixed", "16-mixed"]))
 def test_between_meetings_a_rank_trains_alone(precision: str) -> None:
     """On its own samples, with AdamW, accumulation, clipping and a schedule."""
@@ -84,6 +85,7 @@ def test_between_meetings_a_rank_trains_alone(precision: str) -> None:
             assert torch.equal(got, param.to(got.dtype)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "compression"),
     slow_but(
@@ -229,6 +231,7 @@ class Same(Codec):
         return fields[0].clone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", slow_but(["nesterov"], [None, "nesterov"]))
 def test_what_travels_can_be_compressed(outer: str | None) -> None:
     options: dict[str, Any] = {"sync_every": 4, "fragments": 2, "overlap_steps": 2}

@@ -85,6 +85,7 @@ def test_runs_go_on_elsewhere(
         torch.testing.assert_close(gone_on[name], value, rtol=1e-5, atol=2e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
 @pytest.mark.parametrize("place", PLACES)

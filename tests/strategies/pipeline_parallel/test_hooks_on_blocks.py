@@ -109,6 +109,7 @@ SCHEMES: dict[str, tuple[int, Callable[[], Any]]] = {
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_hooks_on_blocks_log_on_every_stage(scheme: str) -> None:

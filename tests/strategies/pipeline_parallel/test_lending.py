@@ -130,6 +130,7 @@ STYLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("num_ranks", "schedule"), PIPELINES)
 @pytest.mark.parametrize("style", STYLES)

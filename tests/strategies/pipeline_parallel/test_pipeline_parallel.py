@@ -128,6 +128,7 @@ def test_uneven_stages_and_microbatches(case: Pipelined) -> None:
     assert_parity(case.run(), single_device(case.model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -118,6 +118,7 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all(
     torch.testing.assert_close(staged.weights, full.weights, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_sixteen_bits_with_a_scaler_train_as_a_single_device() -> None:
     def fit_half(strategy: Any) -> Fitted:
         return fit(Stack, strategy, plugins=[MixedPrecision("16-mixed", device="cpu")])

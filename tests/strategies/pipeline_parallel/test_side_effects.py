@@ -199,6 +199,7 @@ def test_a_step_draws_the_same_after_a_dropout_of_another_stage(
     assert max(staged.curve.losses) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch mutes it, but not by thread
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
@@ -315,6 +316,7 @@ class PenaltyOfTrained(Stack):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings("ignore:A step uses .* parameters outside of their stage")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
@@ -335,6 +337,7 @@ class PenaltyOfOwnClass(PenaltyOfList):
         self.listed = list(self.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings("ignore:A step uses .* parameters outside of their stage")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])

@@ -121,6 +121,7 @@ def test_clipping_weights_after_the_network_is_refused() -> None:
         fit(style(after=clip), pipeline(2, "1f1b"), max_epochs=1)
 
 
+@pytest.mark.slow
 def test_weights_clipped_before_the_network_are_those_of_one_device() -> None:
     assert_equal(fit(style(before=clip), pipeline(2, "1f1b"), max_epochs=1), alone(clip, None))
 

@@ -141,6 +141,7 @@ def test_sampling_without_a_seed_writes_the_same_text_on_each_rank(
         assert torch.equal(ranks[0], ranks[1])
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings("ignore:You called `self.log")
 @pytest.mark.filterwarnings("ignore:The number of training batches")

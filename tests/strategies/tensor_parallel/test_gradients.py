@@ -297,6 +297,7 @@ class ByHand(L.LightningModule):
         return self.gpt.configure_optimizers()["optimizer"]
 
 
+@pytest.mark.slow
 def test_no_sync_sends_no_gradients() -> None:
     model = ByHand()
     plan = {f"gpt.{pattern}": style for pattern, style in PLANS["gpt"].items()}

@@ -35,6 +35,7 @@ def split(model: str, size: int, **options: Any) -> TensorParallelStrategy:
     return strategy
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("model", "size"), [("gpt", 4), ("llama", 2), ("gpt2", 4)])
 def test_equals_a_single_device(model: str, size: int) -> None:

@@ -139,6 +139,7 @@ class ReadsOnOneRank(Decoder):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["tensor", "tensor_zero3"])
 def test_one_rank_alone_may_read_a_view(scheme: str) -> None:
     num_ranks, make = DECODER_SCHEMES[scheme]

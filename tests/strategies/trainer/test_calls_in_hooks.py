@@ -163,6 +163,7 @@ def split(stage: int) -> HybridParallelStrategy:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", [ALayer, pytest.param(EditsAfterwards, marks=pytest.mark.slow)])
 def test_calls_of_layers_in_shards_of_other_stages_are_refused(style: type[Calls]) -> None:
     """Torch said that a matrix was expected."""

@@ -160,6 +160,7 @@ def fit(module: L.LightningModule, strategy: str, ranks: int = 2, **options: Any
     return [OfRanks.seen[rank] for rank in sorted(OfRanks.seen)]
 
 
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize("strategy", SCHEMES)
 def test_a_plateau_lowers_the_rates_of_all_ranks_by_one_value(strategy: str) -> None:
     """Each followed its own share: one rank's value falls here, the other's rises."""

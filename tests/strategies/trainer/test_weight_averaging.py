@@ -368,6 +368,7 @@ def test_stochastic_averages_are_a_single_devices(name: str, tmp_path: Path) -> 
     torch.testing.assert_close(fit_stochastic(SCHEMES[name], tmp_path, one), expected, **TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero1", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_a_validation_does_not_round_the_average(name: str) -> None:
     """A validation rounded the average to the format of forward."""

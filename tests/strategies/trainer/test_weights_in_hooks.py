@@ -180,6 +180,7 @@ def test_hooks_have_full_layers_where_both_split_them(style: type[Hooked]) -> No
     assert_equal(fit(style, both()), alone(style))
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("style", [Edits, Reads])
 def test_hooks_have_full_layers_in_two_pipelines(style: type[Hooked]) -> None:

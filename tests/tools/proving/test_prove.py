@@ -213,6 +213,7 @@ def test_batches_of_other_lengths_need_a_join() -> None:
     assert joined.cause.name == "unequal counts"
 
 
+@pytest.mark.slow
 def test_a_pipeline_shows_a_loss_that_is_no_mean() -> None:
     verdict = prove(Contrastive(), loader(), strategy="pipeline_parallel")
     assert verdict.cause is not None
@@ -297,6 +298,7 @@ def test_a_model_that_cannot_be_made_narrow(module: Any, factor: int, said: str)
         prove(module(), loader(), narrow=factor)
 
 
+@pytest.mark.slow
 def test_a_loss_in_float32_is_no_difference_in_float64() -> None:
     """Hugging Face's losses are computed in float32: float64 called their rounding a mistake."""
     verdict = prove(Llama(), _tokens(), strategy="zero2", num_ranks=3, precision="64-true")

@@ -126,6 +126,7 @@ def hooked(module: Any) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [pipeline, hybrid])
 def test_steps_give_loggers_once_per_batch_what_one_device_does(make: Any) -> None:
     """Only rank 0's stage was heard, up to where its step ends: histograms were lost."""

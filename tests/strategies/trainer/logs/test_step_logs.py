@@ -147,6 +147,7 @@ def _approximately(expected: Any) -> Any:
     return pytest.approx(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 def test_every_rank_shows_logs_and_decides_what_a_single_device_does(
