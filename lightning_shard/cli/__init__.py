@@ -21,6 +21,7 @@ from lightning_shard.core.extras import missing_in
 from lightning_shard.errors import ShardError
 
 _REFUSED = 2  # the exit code where these could compare or replay nothing
+_OF_ALL = ("-h", "--help", "--version")
 _EPILOG = """\
     lightning-shard fit --config configs/gpt_zero3.yaml
     lightning-shard fit --model my_file.MyModel --trainer.strategy zero3 --trainer.devices 4
@@ -62,6 +63,8 @@ def _is_mended_outside(error: Exception) -> bool:
 def main() -> int:
     """Run the command line in `sys.argv` and return the process's exit code."""
     arguments = sys.argv[1:]
+    if arguments and arguments[0] in _OF_ALL:
+        arguments = [*arguments[1:], arguments[0]]  # they would end the parsing of what follows
     if arguments and arguments[0] in TEXTS:
         parsed = parser_of(arguments[0]).parse_args(arguments[1:])  # which may exit
         home = import_module(f"lightning_shard.cli.{HOMES[arguments[0]]}")
@@ -81,7 +84,7 @@ def main() -> int:
 
 def _is_for_a_subcommand(arguments: Sequence[str]) -> bool:
     """Whether Lightning's command line has to parse these: a subcommand, or options before one."""
-    if not arguments or arguments[0] in ("-h", "--help", "--version"):
+    if not arguments or arguments[0] in _OF_ALL:
         return False
     return arguments[0].startswith("-") or arguments[0] in LIGHTNINGS
 

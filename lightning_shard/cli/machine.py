@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_shard.cli.reporting import rows_by_name
+from lightning_shard.core.options import check_num_ranks
 from lightning_shard.core.schemes import BACKENDS, named_schemes
 from lightning_shard.tools.doctor.host import Finding, host, lacking, launcher, size, software
 
@@ -42,6 +43,7 @@ def _rooms() -> Iterator[tuple[str, Callable[[], Iterator[Finding]]]]:
 
 
 def _doctor(given: Namespace) -> int:
+    check_num_ranks(given.ranks or 0)
     console, told = _console(), list[dict[str, Any]]()
     for title, look in _rooms():
         found = list(look())

@@ -21,6 +21,7 @@ from lightning_shard.checkpoint.conversion.source import open_source
 from lightning_shard.cli.arguments import check_configurations
 from lightning_shard.core.call_site import went_through_user_code
 from lightning_shard.core.extras import missing_in
+from lightning_shard.core.options import check_num_ranks
 from lightning_shard.errors import CheckpointError, ConfigError
 
 
@@ -83,6 +84,8 @@ class ShardCLI(ConfiguredCLI):
         super().parse_arguments(parser, args)
         given = self.config.get(self.config.get("subcommand", ""), self.config)
         _check_strategy(given.get("trainer.strategy"))
+        if (devices := str(given.get("trainer.devices"))).isdecimal():
+            check_num_ranks(int(devices))  # of which Lightning makes a list
         if (number := given.get("trainer.accumulate_grad_batches", 1)) < 1:
             raise ConfigError(f"got accumulate_grad_batches={number}, expected 1 or more.")
         _check_checkpoint(given.get("ckpt_path"))

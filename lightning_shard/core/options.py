@@ -69,6 +69,7 @@ _NAMES: dict[Any, str] = {
 }
 _LISTS = (list, tuple, Sequence)
 _MOST_MEANT = 4
+_MOST_RANKS = 1024
 _ENTRY = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
@@ -87,6 +88,12 @@ class Limit:
 
     text: str
     holds: Callable[[Any], bool] = field(default=lambda value: True, repr=False)
+
+
+def check_num_ranks(number: int) -> None:
+    """Refuse more ranks than a host can start, before it tries."""
+    if number > _MOST_RANKS:
+        raise ConfigError(f"got {number} ranks on one host, expected at most {_MOST_RANKS}.")
 
 
 AtLeastZero: TypeAlias = Annotated[int, Limit("of at least 0", lambda number: number >= 0)]

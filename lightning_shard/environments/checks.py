@@ -14,6 +14,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 from lightning_shard.core import settings
+from lightning_shard.core.options import check_num_ranks
 from lightning_shard.core.settings import SLURM, TORCHRUN, LauncherVariables, ProcessRanks
 from lightning_shard.environments.elastic import ElasticEnvironment
 from lightning_shard.errors import ConfigError
@@ -21,6 +22,7 @@ from lightning_shard.errors import ConfigError
 
 def check_environment(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:
     """Check the variables that `environment` reads against the Trainer's devices and nodes."""
+    check_num_ranks(num_devices)
     if isinstance(environment, ElasticEnvironment):
         if environment.is_newcomer:
             return  # how many ranks there are is for the job to say

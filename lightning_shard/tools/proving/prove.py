@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_shard.core.options import check_num_ranks
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.strategies.micro_batches import number_in_step
 from lightning_shard.strategies.names import strategy_name
@@ -137,6 +138,7 @@ def _check_counts(**counts: int | None) -> None:
     for name, value in counts.items():
         if value is not None and value < 1:
             raise ConfigError(f"prove got {name}={value}, expected 1 or more.")
+    check_num_ranks(counts["num_ranks"] or 0)
 
 
 def _judge(subject: Subject, *, dropout: bool, to_the_bit: bool) -> Verdict:
