@@ -84,9 +84,9 @@ def main() -> int:
 
 def _is_for_a_subcommand(arguments: Sequence[str]) -> bool:
     """Whether Lightning's command line has to parse these: a subcommand, or options before one."""
-    if not arguments or arguments[0] in _OF_ALL:
-        return False
-    return arguments[0].startswith("-") or arguments[0] in LIGHTNINGS
+    return not LIGHTNINGS.keys().isdisjoint(arguments) and arguments[0].startswith(
+        ("-", *LIGHTNINGS)
+    )
 
 
 def _parser() -> OneLineParser:

@@ -143,8 +143,8 @@ class RunOptions(RanksOptions, LightningOptions):
 
     Attributes:
         announce: Say in one line, when a fit starts, what runs and what each rank will hold.
-        save_trainable_only: Save no parameters that are frozen (`requires_grad=False`) then, such
-            as the base of an adapter; buffers are saved. A run that loads such a checkpoint keeps
+        save_trainable_only: Save no parameters that are frozen (`requires_grad=False`), such as
+            the base of an adapter; buffers are saved. A run that loads such a checkpoint keeps
             its own values of them.
         save_on_sigterm: Save a fit that SIGTERM ends as `last-sigterm.ckpt` beside the files of the
             trainer's `ModelCheckpoint`, unless a callback saves on the exception.

@@ -96,7 +96,16 @@ ROWS = [
             (("doctor",), "--ranks"),
             (("describe", "weights.ckpt"), "--depth"),
         )
-        for bad in ("0", "-1", "x", "1.5")
+        for bad in ("0", "-1", "x", "1.5", "nan", "")
+    ),
+    *(
+        ((*command, f"{option}={bad}"), code, f"got {bad} ranks on one host, expected at most 1024")
+        for bad in (10**5, 10**12)
+        for command, option, code in (
+            (("prove", DIGITS), "--ranks", 2),
+            (("doctor",), "--ranks", 1),
+            (FIT, "--trainer.devices", 1),
+        )
     ),
     ((*PLAN, "--nodes=3"), 1, "got 2 devices on 3 nodes"),
     ((*PLAN[:2], "--devices=99999999999"), 1, "expected 1 to 1,000,000 devices"),
@@ -182,6 +191,15 @@ ROWS = [
     (("describe", "weights.ckpt", "more"), 2, "unrecognized arguments: more"),
     (("doctor", "--network=-3GB"), 2, "'-3GB' is no size"),
     (("",), 2, "invalid choice: ''"),
+    (("--version", "x"), 2, "invalid choice: 'x'"),
+    (("--version", "fit"), 2, "unrecognized arguments: --version"),
+    (("--help", "x"), 2, "invalid choice: 'x'"),
+    (("--debug",), 2, "the following arguments are required: SUBCOMMAND"),
+    (("report",), 2, "the following arguments are required: RUN_DIR (see"),
+    *(
+        ((*command, "more"), 2, "unrecognized arguments: more")
+        for command in (("doctor",), ("strategies",), ("completion", "bash"), ("prove", DIGITS))
+    ),
     ((*FIT, "--model=nowhere.Net"), 2, "class_path 'nowhere.Net': No module named 'nowhere'"),
     ((*FIT, "--model=lacks_sklearn.Net"), 2, f"sklearn {LACKS}[examples]'"),
     ((*FIT[:1], "--model=bad_models.LacksPeft", *FIT[2:]), 1, f"peft {LACKS}[hf]'"),

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from itertools import product
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -87,9 +88,9 @@ def takers(option: str, kinds: dict[str, Any]) -> list[str]:
 
 
 def _takes(kind: Any, option: str) -> bool:
-    for value in SOME_STAGES.get(option, ()):
-        with suppress(ConfigError):
-            kind(**{option: value})
+    for value, stage in product(SOME_STAGES.get(option, ()), ({}, {"zero_stage": 3})):
+        with suppress(ConfigError, TypeError):
+            kind(**{option: value}, **stage)
             return True
     return option not in SOME_STAGES
 
@@ -117,17 +118,17 @@ def _summary(kind: Any) -> str:
 def _table(kind: Any, kinds: dict[str, Any]) -> Iterator[str]:
     group = kind.__init__.group
     hints = get_type_hints(group, include_extras=True)
-    yield "| argument | type | default | unit | schemes | meaning |"
+    yield "| argument | meaning | type | default | unit | schemes |"
     yield "|---|---|---|---|---|---|"
     for one in fields(group):
         unit = unit_of(one.metadata["doc"]) if is_number(hints[one.name]) else ""
         cells = (
             f"`{one.name}`",
+            meaning(one, PAGE),
             shown_type(hints[one.name]),
             f"`{_default(one.default)}`",
             unit,
             _named(takers(one.name, kinds), kinds),
-            meaning(one, PAGE),
         )
         yield f"| {' | '.join(cells)} |"
 

@@ -163,6 +163,7 @@ def test_a_users_class_has_the_arguments_of_its_base() -> None:
 def test_the_schemes_of_an_option_are_those_that_do_not_refuse_it() -> None:
     assert takers("prefetch", OF_TRAINER) == ["zero3", "shard_fsdp"]
     assert takers("reshard_after_forward", OF_TRAINER) == ["zero3", "shard_fsdp"]
+    assert takers("gather_dtype", OF_TRAINER) == ["zero3", "shard_fsdp", "hybrid_parallel"]
     assert takers("gather_dtype", OF_FABRIC) == ["zero3", "shard_fsdp"]
     assert takers("offload", OF_FABRIC) == ["zero1", "zero2", "zero3", "shard_fsdp"]
     in_few_bits = ["zero1", "zero2", "zero3", "shard_fsdp", "hybrid_parallel"]
