@@ -227,12 +227,7 @@ _ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
     "completion": {"shell": _one_of("The shell.", SHELLS)},
     "report": {
         "run_folder": {"metavar": "RUN_DIR", "help": "Folder of the run."},
-        "others": {
-            "metavar": "OTHER",
-            "nargs": "*",
-            "default": [],
-            "help": "Others, laid over it.",
-        },
+        "others": {"metavar": "OTHER", "nargs": "*", "default": [], "help": "Runs laid over it."},
         "--output": _file("The page (default: report.html in RUN_DIR)."),
     },
 }
