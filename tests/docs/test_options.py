@@ -23,6 +23,7 @@ LIGHTNINGS = {
     "checkpoint_io",
     "precision_plugin",
 }
+STRATEGIES = "docs/strategies.md"
 _NO_DEFAULT = object()  # in a table whose text says it
 
 
@@ -54,6 +55,17 @@ def test_the_options_of_a_page_are_those_of_its_strategy(name: str) -> None:
         assert parameters.keys() <= listed.keys() | options_of("docs/strategies.md").keys()
     for option, default in listed.items():
         assert default is _NO_DEFAULT or default == parameters[option], option
+
+
+@pytest.mark.parametrize("name", sorted({*PAGES} - {*OF_SOME, "docs/plan.md", STRATEGIES}))
+def test_a_page_says_which_options_of_data_parallel_its_strategy_takes(name: str) -> None:
+    """Seven pages named one or two that it lacks, of four to nine."""
+    (shared,) = [table.rows for table in tables(STRATEGIES) if "`units=None`" in table.rows[0]]
+    options = [quotes(row[0])[0].partition("=")[0] for row in shared]
+    (last,) = re.findall(r"#options-of-data-parallel\)\s+down\s+to\s+`(\w+)`", text_of(name))
+    told, parameters = options[: options.index(last) + 1], parameters_of(PAGES[name]).keys()
+    assert {*told} <= parameters
+    assert parameters & {*options} <= {*told, *options_of(name)}
 
 
 @pytest.mark.parametrize("name", PAGES)
