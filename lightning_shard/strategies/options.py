@@ -339,7 +339,8 @@ class LocalSGDOptions(SyncSchedule, SharedOptions):
             ...} or a function of a list of tensors is DiLoCo's outer optimizer, whose gradient is
             the mean of what the ranks have changed.
         compression: Compression of the changes that ranks send when they meet: "fp16", "bf16",
-            "int8", "int4", "topk", "powersgd", a compressor, or {"class_path": ..., "init_args": ...}.
+            "int8", "int4", "topk", "powersgd", a compressor, or
+            {"class_path": ..., "init_args": ...}.
     """
 
     outer_optimizer: OuterOptimizer = None
