@@ -10,7 +10,7 @@ to debug. An error that user code was on the way of has its traceback, which say
 import sys
 import traceback
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
 from textwrap import shorten
@@ -21,7 +21,6 @@ from lightning_shard.core.extras import missing_in
 from lightning_shard.errors import ShardError
 
 _REFUSED = 2  # the exit code where these could compare or replay nothing
-_OF_ALL = ("-h", "--help", "--version")
 _EPILOG = """\
     lightning-shard fit --config configs/gpt_zero3.yaml
     lightning-shard fit --model my_file.MyModel --trainer.strategy zero3 --trainer.devices 4
@@ -62,31 +61,26 @@ def _is_mended_outside(error: Exception) -> bool:
 
 def main() -> int:
     """Run the command line in `sys.argv` and return the process's exit code."""
-    arguments = sys.argv[1:]
-    if arguments and arguments[0] in _OF_ALL:
-        arguments = [*arguments[1:], arguments[0]]  # they would end the parsing of what follows
-    if arguments and arguments[0] in TEXTS:
-        parsed = parser_of(arguments[0]).parse_args(arguments[1:])  # which may exit
-        home = import_module(f"lightning_shard.cli.{HOMES[arguments[0]]}")
-        return told(lambda: home.run(arguments[0], parsed), debug=parsed.debug)
-    if arguments and arguments[0] in LIGHTNINGS and {"-h", "--help"} & {*arguments}:
-        parser_of(arguments[0]).parse_args(["--help"])  # which exits
-    sys.argv[1:] = ["--help" if one == "--help-all" else one for one in arguments]
-    if arguments and arguments[0] in CONFIGURED:
+    first, *rest = sys.argv[1:] or [""]
+    if first in ("-h", "--help", "--version") and rest:  # it would end the parsing of what follows
+        first, *rest = *rest, first
+        sys.argv[1:] = first, *rest
+    debug = "--debug" in sys.argv
+    if first in TEXTS:
+        parsed = parser_of(first).parse_args(rest)  # which may exit
+        home = import_module(f"lightning_shard.cli.{HOMES[first]}")
+        return told(lambda: home.run(first, parsed), debug=debug)
+    if first in LIGHTNINGS and {"-h", "--help"} & {*rest}:
+        parser_of(first).parse_args(["--help"])  # which exits
+    sys.argv[1:] = ["--help" if one == "--help-all" else one for one in sys.argv[1:]]
+    if first in CONFIGURED:
         home = import_module("lightning_shard.cli.without_trainer")
-        return told(home.RUN[arguments[0]], debug="--debug" in arguments, status=_REFUSED)
-    if _is_for_a_subcommand(arguments):
-        home = import_module("lightning_shard.cli.shard_cli")
-        return told(home.run, debug="--debug" in arguments)
-    _parser().parse_args(arguments)  # which exits
+        return told(home.RUN[first], debug=debug, status=_REFUSED)
+    if first.startswith(("-", *LIGHTNINGS)) and LIGHTNINGS.keys() & {*sys.argv}:
+        home = import_module("lightning_shard.cli.shard_cli")  # options may stand before fit
+        return told(home.run, debug=debug)
+    _parser().parse_args()  # which exits
     return 0
-
-
-def _is_for_a_subcommand(arguments: Sequence[str]) -> bool:
-    """Whether Lightning's command line has to parse these: a subcommand, or options before one."""
-    return not LIGHTNINGS.keys().isdisjoint(arguments) and arguments[0].startswith(
-        ("-", *LIGHTNINGS)
-    )
 
 
 def _parser() -> OneLineParser:
@@ -96,17 +90,12 @@ def _parser() -> OneLineParser:
         epilog=_EPILOG,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=_versions())
+    versions = (f"{name} {version(name)}" for name in ("lightning-shard", "lightning", "torch"))
+    parser.add_argument("--version", action="version", version=", ".join(versions))
     subcommands = parser.add_subparsers(required=True, metavar="SUBCOMMAND", dest="subcommand")
     for name, text in {**LIGHTNINGS, **TEXTS}.items():
         subcommands.add_parser(name, help=text, add_help=False)
     return parser
-
-
-def _versions() -> str:
-    """Return what is installed, which is not imported to find out."""
-    names = ("lightning-shard", "lightning", "torch")
-    return ", ".join(f"{name} {version(name)}" for name in names)
 
 
 __all__ = ["main"]

@@ -95,7 +95,7 @@ def _rows(told: dict[str, Any]) -> list[tuple[str, str]]:
         ("weights", f"{dtypes}; {decimal(weights['bytes'])}"),
         ("no tensors", ", ".join(weights["others"])),
         *((f"optimizer {at}", _optimizer(one)) for at, one in enumerate(told["optimizers"])),
-        *((one["callback"], _scores(one)) for one in told["metrics"]),
+        *((one.pop("callback"), _pairs(one)) for one in told["metrics"]),
         ("hyperparameters", _pairs(told["hyper_parameters"])),
         ("kept besides", ", ".join(told["kept"])),
         ("complete", _state(told)),
@@ -115,10 +115,6 @@ def _optimizer(one: dict[str, Any]) -> str:
         for group in one["groups"]
     )
     return f"{groups}; keeps {', '.join(one['keeps']) or 'nothing'}; {decimal(one['bytes'])}"
-
-
-def _scores(one: dict[str, Any]) -> str:
-    return _pairs({key: value for key, value in one.items() if key != "callback"})
 
 
 def _state(told: dict[str, Any]) -> str:

@@ -4,13 +4,11 @@ The script is static, so that pressing Tab runs nothing. Of Lightning's subcomma
 torch and Lightning define, it has those that a command line is written with.
 """
 
-import sys
 from argparse import ArgumentParser, Namespace
 from importlib import import_module
 from typing import Any
 
 from lightning_shard.cli.parsers import LIGHTNINGS, TEXTS, parser_of
-from lightning_shard.core.extras import missing
 
 _PATHS = (
     *("--config", "--ckpt_path", "--yaml", "--picture", "--measure", "--machine"),
@@ -21,9 +19,6 @@ _PATH_NAMES = ("source", "output", "path", "folder", "run_folder", "others")
 
 def run(subcommand: str, given: Namespace) -> int:
     """Print the script of a shell, and return the process's exit code."""
-    if lack := missing("shtab"):
-        print(f"lightning-shard: {subcommand}: {lack}", file=sys.stderr)
-        return 1
     shtab = import_module("shtab")
     print(shtab.complete(whole_parser(path=shtab.FILE), shell=given.shell))
     return 0
@@ -38,7 +33,6 @@ def whole_parser(path: Any = None) -> ArgumentParser:
         subcommands.add_parser(name, help=text, parents=[parser_of(name)], add_help=False)
     for parser in subcommands.choices.values():
         for action in parser._actions:
-            options = action.option_strings
-            if action.dest in _PATH_NAMES or any(name in _PATHS for name in options):
+            if action.dest in _PATH_NAMES or any(name in _PATHS for name in action.option_strings):
                 action.complete = path  # type: ignore[attr-defined]
     return whole

@@ -18,9 +18,12 @@ from lightning_shard.core.options import check_num_ranks
 from lightning_shard.core.schemes import BACKENDS, named_schemes
 from lightning_shard.tools.doctor.host import Finding, host, lacking, launcher, size, software
 
-_MARKS = {"ok": ("ok", "green"), "absent": ("-", "dim"), "warning": ("!", "yellow")}
-_FAILURE = ("x", "bold red")
-_NARROWEST = 100  # of what is not a terminal
+_MARKS = {
+    "ok": ("ok", "green"),
+    "absent": ("-", "dim"),
+    "warning": ("!", "yellow"),
+    "failure": ("x", "bold red"),
+}
 _ENDING = Text(
     "A name may end in a backend, Trainer(strategy='zero3_in_process'); alone it takes nccl on "
     "GPUs, and on CPUs shm on one host and gloo over several."
@@ -66,11 +69,10 @@ def _table(found: list[Finding]) -> Table:
     table.add_column(no_wrap=True, min_width=18)
     table.add_column(overflow="fold")
     for one in found:
-        mark, style = _MARKS.get(one.state, _FAILURE)
         text = Text(one.found)
         if one.advice:
             text.append(f"\n{one.advice}", style="italic")
-        table.add_row(Text(mark, style=style), one.subject, text)
+        table.add_row(Text(*_MARKS[one.state]), one.subject, text)
     return table
 
 
@@ -145,5 +147,5 @@ def _backends(here: dict[str, str | None]) -> Table:
 def _console() -> Console:
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = max(console.width, _NARROWEST)
+        console.width = max(console.width, 100)
     return console

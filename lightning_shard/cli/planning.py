@@ -69,7 +69,6 @@ def _planned(given: Namespace) -> Plan:
     find_classes_here()
     with patch.object(sys, "argv", sys.argv[:1]):  # which Lightning warns of beside `args`
         cli = _Configured(given.config, on_meta=not given.values)
-    precision = given.precision or str(cli.trainer.precision)
     cli.model.trainer = cli.trainer  # whose callbacks and options the strategies are asked about
     return plan(
         cli.model,
@@ -79,7 +78,7 @@ def _planned(given: Namespace) -> Plan:
         device_memory=given.device_memory,
         global_batch=given.global_batch,
         machine=machine,
-        precision=precision,
+        precision=given.precision or str(cli.trainer.precision),
         tensor_plan=given.tensor_plan,
     )
 
@@ -91,12 +90,11 @@ def run(subcommand: str, given: Namespace) -> int:
         Path(given.yaml).write_text(found.to_yaml(), encoding="utf-8")
     if given.picture is not None:
         found.save_picture(given.picture)
+    console = Console()
     if given.json:
         print(found.to_json())
+    elif console.is_terminal:
+        console.print(found.table(every=given.all))
     else:
-        console = Console()
-        every = given.all
-        console.print(found.table(every=every)) if console.is_terminal else print(
-            found.text(every=every)
-        )
+        print(found.text(every=given.all))
     return 0 if found.recommendation is not None else 1

@@ -92,9 +92,7 @@ class CLIWithoutTrainer(ShardCLI):
 def _num_ranks(given: dict[str, Any]) -> int:
     """Return the ranks that a configuration is for: as many here, if they are not too many."""
     devices = given.get("devices")
-    if isinstance(devices, list):
-        devices = len(devices)
-    text = str(devices)
+    text = str(len(devices) if isinstance(devices, list) else devices)
     number = (int(text) if text.isdigit() else 1) * int(given.get("num_nodes") or 1)
     return min(max(number, 2), _MOST_RANKS)
 

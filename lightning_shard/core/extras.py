@@ -13,7 +13,7 @@ _EXTRAS = {
     "sklearn": "examples",
     "transformers": "hf",
 }
-_NOT_FOUND = re.compile(r"No module named '(\w+)")
+_NOT_FOUND = re.compile(r"(?:No module named '|import of )(\w+)")
 
 
 def installing(package: str) -> str:
