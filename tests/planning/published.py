@@ -1,5 +1,7 @@
 """Published runs, estimated: `python -m tests.planning.published` prints docs/plan.md's tables.
 
+Its last line says how long a search over a model that is larger than any of a laptop's takes.
+
 Every figure of ours comes from a module's shapes and the published profile of the device; nothing
 is fitted to a run. Sources: torchtitan, benchmarks/llama3_h100_202412_torchtitan.md of commit
 31a17bf (hardware: 96 GB HBM2e of 2.4 TB/s, 500 W; memory is the most of all GPUs), and table 1 of
@@ -9,6 +11,7 @@ arXiv:2104.04473, whose floating-point operations are those of its equation 3.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from time import process_time
 
 import lightning as L  # noqa: N812
 import torch
@@ -20,6 +23,7 @@ from lightning_shard.planning.anatomy import Anatomy
 from lightning_shard.planning.candidates import PlanCandidate
 from lightning_shard.planning.estimate import Estimate, Estimator
 from lightning_shard.planning.machine import MachineProfile, machine_profile
+from lightning_shard.planning.search import plan
 
 GIB = 2**30
 LLAMA_TOKENS, LLAMA_VOCABULARY = 8192, 128256
@@ -49,6 +53,8 @@ class Llama(L.LightningModule):
 
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336}
 LLAMA_8B |= {"num_hidden_layers": 32, "num_attention_heads": 32}
+LLAMA_70B = {"hidden_size": 8192, "intermediate_size": 28672}
+LLAMA_70B |= {"num_hidden_layers": 80, "num_attention_heads": 64}
 LLAMA_405B = {"hidden_size": 16384, "intermediate_size": 53248}
 LLAMA_405B |= {"num_hidden_layers": 126, "num_attention_heads": 128}
 LLAMA_PLAN = {
@@ -272,6 +278,18 @@ def tables() -> Iterator[str]:
         before = row.teraflops, ours
 
 
+def planning_time() -> str:
+    """Say how long the search over a Llama of 70 billion parameters on 64 devices takes here."""
+    with torch.device("meta"):
+        model = Llama(**LLAMA_70B)
+        batch = torch.zeros(1, LLAMA_TOKENS, dtype=torch.long)
+    began = process_time()
+    found = plan(model, batch, devices=64, nodes=8, precision="bf16-mixed")
+    billions, seconds = found.num_parameters / 1e9, process_time() - began
+    return f"{billions:.1f} billion parameters: {len(found.estimates)} candidates, {seconds:.0f} s"
+
+
 if __name__ == "__main__":
     for line in tables():
         print(line)
+    print(planning_time())
