@@ -170,7 +170,7 @@ class TreeExchange(Exchange):
     def _finish(self) -> None:
         divisor = self.divisor or self._all.count * self._num_own
         own = self._out[self._own_part] if self.buffer.keeps_all else self._out
-        own.copy_(self._all.take().div_(divisor))
+        torch.div(self._all.take(), divisor, out=own)
         if self.buffer.keeps_all and self._ranks.size > 1:
             self._second = self._ranks.all_gather(self._out, own, sizes=self._sizes, async_op=True)
 
