@@ -109,9 +109,8 @@ def exact_norm(
     scale = torch.ldexp(torch.ones_like(greatest), -torch.frexp(greatest).exponent)
     sums = torch.zeros(2, dtype=torch.int64, device=device)
     for some in of_all.mul_(scale * _LEVEL**0.5).split(_NUM_AT_ONCE):
-        squares = some.square_()
-        high = squares.floor()
-        low = squares.sub_(high).mul_(_LEVEL).floor_()
+        high = some.square_().floor()
+        low = some.sub_(high).mul_(_LEVEL).floor_()
         sums += torch.stack([high.sum(), low.sum()]).long()
     for group in groups:
         group.all_reduce(sums, "sum").wait()

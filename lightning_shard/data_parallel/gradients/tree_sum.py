@@ -119,12 +119,10 @@ class TreeExchange(Exchange):
 
     @override
     def begin(self, values: Tensor, out: Tensor, used: Sequence[bool] | None = None) -> None:
+        self._num_own = self._own.count + 1
         if self._own.count:
             self._own.push(values)
-            self._num_own = self._own.count
             values = self._own.take()
-        else:
-            self._num_own = 1
         self._out, size = out, self._ranks.size
         if size == 1:
             self._came = [values]
