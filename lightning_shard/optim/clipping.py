@@ -108,7 +108,7 @@ def exact_norm(
         group.all_reduce(greatest, "max").wait()
     scale = torch.ldexp(torch.ones_like(greatest), -torch.frexp(greatest).exponent)
     sums = torch.zeros(2, dtype=torch.int64, device=device)
-    for some in of_all.mul_(scale * _LEVEL**0.5).split(_NUM_AT_ONCE):
+    for some in torch.split(of_all.mul_(scale * _LEVEL**0.5), _NUM_AT_ONCE):
         high = some.square_().floor()
         low = some.sub_(high).mul_(_LEVEL).floor_()
         sums += torch.stack([high.sum(), low.sum()]).long()
@@ -124,7 +124,7 @@ def _in_blocks(grad: Tensor) -> Sequence[Tensor]:
     flat = grad.flatten()
     if rest := flat.numel() % _BLOCK_NUMEL:
         flat = nn.functional.pad(flat, (0, _BLOCK_NUMEL - rest))
-    return flat.view(-1, _BLOCK_NUMEL).split(_NUM_AT_ONCE // _BLOCK_NUMEL)
+    return torch.split(flat.view(-1, _BLOCK_NUMEL), _NUM_AT_ONCE // _BLOCK_NUMEL)
 
 
 @having(asker, value=Asker.ENGINE)

@@ -180,7 +180,8 @@ class Dealing:
                 f"torch DataLoader with a batch_size, of a dataset with a length, and no sampler "
                 f"of its own."
             )
-        samples = range(len(sampler.dataset))
+        dataset: Any = sampler.dataset
+        samples = range(len(dataset))
         num_batches = len(BatchSampler(samples, batches.batch_size, batches.drop_last))
         is_even = batches.drop_last or len(samples) % batches.batch_size == 0
         numbers = self._numbers(num_batches, is_even, batches.drop_last, is_training=is_training)
