@@ -37,8 +37,9 @@ arXiv:2407.21783, section 3.3.2. Tiles: arXiv:1805.02867; FlashAttention-2, arXi
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
@@ -59,9 +60,9 @@ from lightning_shard.context_parallel.crossings import (
 from lightning_shard.context_parallel.sequence_part import RULES, SequencePart, part_of
 from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.errors import ConfigError
+from lightning_shard.tensor_parallel import layers
 from lightning_shard.tensor_parallel.dim_sharded_operations import combined
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
-from lightning_shard.tensor_parallel.layers import added_masks, attend_with_weights, heads_of
 from lightning_shard.tensor_parallel.randomness import drawn_apart
 
 _TILE = 256  # rows and keys: 256 KiB of scores for each sample and head
@@ -481,26 +482,24 @@ def attend(
     part = part_of(query)
     if part is None or part.num_blocks > 1:
         return NotImplemented
-    options = kwargs | {"dropout_p": dropout_p}
-    drawn = drawn_apart(part.group, part.local.device) if dropout_p else nullcontext()
+
+    def attended(*own: Any, is_causal: bool = is_causal) -> Any:  # once all operands fit
+        with drawn_apart(part.group, part.local.device) if dropout_p else nullcontext():
+            return func(*own, dropout_p=dropout_p, is_causal=is_causal, **kwargs)
+
     if part.place > 2:  # cut along a batch, or windows: each rank has all positions of its own
-
-        def apart(*own: Any) -> Any:
-            with drawn:  # once all operands fit
-                return func(*own, is_causal=is_causal, **options)
-
-        return combined(apart, query, (query, key, value, attn_mask), {})
+        return combined(attended, query, (query, key, value, attn_mask), {})
     if part.place == 1:
         return NotImplemented
     mask = full_tensor(attn_mask)
     num_sharing = _num_sharing(part, key, value, kwargs.get("enable_gqa", False))
     if num_sharing == part.group.size:
-        return _by_heads(func, part, (key, value), mask, options | {"is_causal": is_causal}, drawn)
+        return _by_heads(attended, part, (key, value), mask)
     operands = (part.local, key.part.local, value.part.local) if num_sharing else ()
     visible = Visible(mask=mask, is_causal=is_causal, length=part.width)
     if num_sharing and _goes_round(operands, visible, dropout_p):
         return _by_ring(part, operands, num_sharing, visible, kwargs.get("scale"))
-    return _by_rows(func, part, (key, value), mask, options, is_causal, drawn)
+    return _by_rows(partial(attended, is_causal=False), part, (key, value), mask, is_causal)
 
 
 def _num_sharing(part: SequencePart, key: Any, value: Any, is_grouped: bool) -> int:
@@ -517,17 +516,10 @@ def _num_sharing(part: SequencePart, key: Any, value: Any, is_grouped: bool) -> 
 
 
 def _by_heads(
-    func: Any,
-    part: SequencePart,
-    others: tuple[Any, Any],
-    mask: Tensor | None,
-    options: dict[str, Any],
-    drawn: AbstractContextManager[None],
+    attended: Any, part: SequencePart, others: tuple[Any, Any], mask: Tensor | None
 ) -> Tensor:
-    query, key, value = own_heads((part, *(one.part for one in others)))
-    mask = own_heads_of_mask(mask, part)
-    with drawn:
-        mixed = func(query, key, value, attn_mask=mask, **options)
+    heads = own_heads((part, *(one.part for one in others)))
+    mixed = attended(*heads, own_heads_of_mask(mask, part))
     mixed = F.pad(mixed, (0, 0, 0, part.padding)) if part.padding else mixed
     result: Tensor = part.widen(_positions_for_heads(mixed, part.group))
     return result
@@ -611,13 +603,11 @@ def repeated_heads(local: Tensor, num_queries: int, num_ranks: int) -> Tensor:
 
 
 def _by_rows(
-    func: Any,
+    attended: Any,
     part: SequencePart,
     others: tuple[Any, Any],
     mask: Tensor | None,
-    options: dict[str, Any],
     is_causal: bool,
-    drawn: AbstractContextManager[None],
 ) -> Any:
     key, value = (part.full_operand(one) for one in others)
     if key is NotImplemented or value is NotImplemented:
@@ -628,8 +618,7 @@ def _by_rows(
         mask = part.split(mask, mask.ndim + _ROWS)
     elif mask is not None:
         mask = part.shared(mask)
-    with drawn:
-        return part.widen(func(part.local, key, value, attn_mask=mask, **options))
+    return part.widen(attended(part.local, key, value, mask))
 
 
 def _causal_rows(part: SequencePart, key: Tensor) -> Tensor:
@@ -659,30 +648,24 @@ def multi_head_attention(func: Any, *args: Any, **kwargs: Any) -> Any:
     if part_of(given.query) is None or given.query.ndim != 3 or given.add_zero_attn or others:
         return NotImplemented
     q, k, v = _projected(given)
-    mask = added_masks(q, full_tensor(given.attn_mask), full_tensor(given.key_padding_mask))
+    mask = layers.added_masks(q, full_tensor(given.attn_mask), full_tensor(given.key_padding_mask))
     dropout = given.dropout_p if given.training else 0.0
-    mixed, shown = None, None
-    if given.need_weights:
-        mixed, shown = attend_with_weights(q, k, v, mask, dropout)
-        shown = shown.mean(1) if given.average_attn_weights else shown
-    else:
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    mixed, shown = layers.attend(q, k, v, mask, dropout, need_weights=given.need_weights)
+    if shown is not None and given.average_attn_weights:
+        shown = shown.mean(1)
     joined = mixed.transpose(1, 2).flatten(2).transpose(0, 1)  # (L, N, E)
     return F.linear(joined, given.out_proj_weight, given.out_proj_bias), shown
 
 
 def _projected(given: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values, each (N, heads, L, width)."""
-    weights = (given.q_proj_weight, given.k_proj_weight, given.v_proj_weight)
-    if not given.use_separate_proj_weight:
-        weights = given.in_proj_weight.chunk(3)
-    biases = (None,) * 3 if given.in_proj_bias is None else given.in_proj_bias.chunk(3)
+    apart = given.q_proj_weight, given.k_proj_weight, given.v_proj_weight
+    fused = None if given.use_separate_proj_weight else given.in_proj_weight
+    projections = layers.projections(fused, apart, given.in_proj_bias)
     width = given.embed_dim_to_check // given.num_heads
     q, k, v = (
-        heads_of(F.linear(one, weight, bias).transpose(0, 1), width)
-        for one, weight, bias in zip(
-            (given.query, given.key, given.value), weights, biases, strict=True
-        )
+        layers.heads_of(F.linear(one, *layer).transpose(0, 1), width)
+        for one, layer in zip((given.query, given.key, given.value), projections, strict=True)
     )
     return q, k, v
 

@@ -15,7 +15,7 @@ Source: DeepSpeed Ulysses, arXiv:2309.14509, for the all-to-all.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import Pending
 from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.tensor_parallel.regions import (
+    Exchange,
     copy_to_region,
     gather_copies,
     reduce_from_region,
@@ -120,14 +121,13 @@ def exchange_together(
     """Exchange several tensors, a message for each format, and their gradients; see `exchange`."""
     if len({one.dtype for one in tensors}) > 1:
         return tuple(exchange(one, cut, join, group) for one in tensors)
-    result: tuple[Tensor, ...] = _CutAndJoin.apply(  # type: ignore[no-untyped-call]
-        cut, join, group, *tensors
-    )
+    ways = [partial(_exchanged, *dims, group) for dims in ((cut, join), (join, cut))]
+    result: tuple[Tensor, ...] = Exchange.apply(*ways, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 
 def _exchanged(
-    tensors: Sequence[Tensor], cut: int, join: int, group: Collectives | RankSubset
+    cut: int, join: int, group: Collectives | RankSubset, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     shape = (group.size, -1)
     parts = [torch.unflatten(one, cut, shape).movedim(cut, 0) for one in tensors]  # (W, ...)
@@ -139,16 +139,3 @@ def _exchanged(
     group.all_to_all(received.view(-1), sent.view(-1)).wait()
     places = zip(parts, received.split_with_sizes(widths, 1), strict=True)
     return tuple(torch.cat(place.view(own.shape).unbind(), dim=join) for own, place in places)
-
-
-class _CutAndJoin(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, cut: int, join: int, group: Collectives | RankSubset, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.cut, ctx.join, ctx.group = cut, join, group
-        return _exchanged(tensors, cut, join, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *exchange_together(grads, ctx.join, ctx.cut, ctx.group)

@@ -49,6 +49,7 @@ from lightning_shard.context_parallel.sequence_part import (
 from lightning_shard.core.extensions import extend_class, give_class_back, instead
 from lightning_shard.core.placeholders import stands_in
 from lightning_shard.core.states import Asker, asker, having
+from lightning_shard.core.tensor_calls import Args, Kwargs
 from lightning_shard.data_parallel.recompute.recomputation import own_forward
 from lightning_shard.data_parallel.torch_private import (
     COMPILED_MODULE,
@@ -166,8 +167,10 @@ class _WatchedModule:
         self._handles: list[RemovableHandle] = []
         for one in module.modules():
             self._handles += [
-                one.register_forward_pre_hook(_WatchingHook(self.began), with_kwargs=True),
-                one.register_forward_hook(_WatchingHook(self.ended)),
+                one.register_forward_pre_hook(
+                    TracedHook(self.began, _not_watched), with_kwargs=True
+                ),
+                one.register_forward_hook(TracedHook(self.ended, _not_watched)),
             ]
 
     def began(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -285,18 +288,8 @@ class _OnRows:
         return part.widen(rows.compiled(part.local))
 
 
-class _WatchingHook:
-    """Hook before or after a forward; copies of the module, made in a run, are not watched."""
-
-    def __init__(self, tell: Callable[[nn.Module, Any, Any], None] | None) -> None:
-        self._tell = tell
-
-    def __call__(self, module: nn.Module, args: Any, given: Any) -> None:
-        if self._tell is not None:
-            self._tell(module, args, given)
-
-    def __deepcopy__(self, memo: Any) -> "_WatchingHook":
-        return _WatchingHook(None)
+def _not_watched(*_: Any) -> None:
+    """Stand in for the hooks of a watched module in its copies, which are made in a run."""
 
 
 _REGISTRY = "transformers.modeling_utils"
@@ -336,7 +329,7 @@ class AttentionFunctions:
 class _OnParts:
     """An attention function that may be given parts."""
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, function: Forward) -> None:
         self.name, self.function = name, function
         self.num_users = 0
 
@@ -408,8 +401,27 @@ def try_block(
     name: str, block: nn.Module, arguments: Arguments, cut: Cut, group: Collectives
 ) -> None:
     """Call a block with full sequences and with parts, and compare; each rank must call."""
+
+    def differs(found: str) -> str:
+        return (
+            f"Rank {group.rank}: the block {name!r} ({type(block).__name__}) computes something "
+            f"else of a sequence in {group.size} parts than of the full one: {found}. Expected "
+            f"equal results, so nothing was trained. Use strategy='zero3' with "
+            f"activation_checkpointing='full', or tensor_parallel with sequence_parallel=True; "
+            f"please report the block's forward."
+        )
+
+    def fails(error: str) -> str:
+        return (
+            f"Rank {group.rank}: the block {name!r} ({type(block).__name__}) runs with the full "
+            f"sequence, but not with a sequence in {group.size} parts ({error}); expected "
+            f"operations of torch that can be called with a subclass of Tensor. Use "
+            f"scaled_dot_product_attention for attention, or strategy='zero3' with "
+            f"activation_checkpointing='full'."
+        )
+
     with having(asker, Asker.ENGINE):
-        trained = {name: one for name, one in block.named_parameters() if one.requires_grad}
+        trained = {path: one for path, one in block.named_parameters() if one.requires_grad}
     forward = own_forward(block)
 
     def in_full(given: Arguments) -> Any:
@@ -424,33 +436,14 @@ def try_block(
             own = [*map(copied, trained.values())]
             with as_it_was(block):
                 full = Called(in_full, arguments, own, double=double)
-            with as_it_was(block), explained(partial(_fails_in_parts, name, block, group)):
+            with as_it_was(block), explained(fails):
                 parts = Called(in_parts, arguments, own, double=double)
         for grad in parts.of_params:  # the mean over the ranks, as the engine takes it
             group.all_reduce(grad)
             grad.div_(group.size)
         return full, parts
 
-    refuse_difference(group, compared, [*trained], partial(_differs_in_parts, name, block, group))
-
-
-def _differs_in_parts(name: str, block: nn.Module, group: Collectives, found: str) -> str:
-    return (
-        f"Rank {group.rank}: the block {name!r} ({type(block).__name__}) computes something else "
-        f"of a sequence in {group.size} parts than of the full one: {found}. Expected equal "
-        f"results, so nothing was trained. Use strategy='zero3' with "
-        f"activation_checkpointing='full', or tensor_parallel with sequence_parallel=True; please "
-        f"report the block's forward."
-    )
-
-
-def _fails_in_parts(name: str, block: nn.Module, group: Collectives, error: str) -> str:
-    return (
-        f"Rank {group.rank}: the block {name!r} ({type(block).__name__}) runs with the full "
-        f"sequence, but not with a sequence in {group.size} parts ({error}); expected operations "
-        f"of torch that can be called with a subclass of Tensor. Use scaled_dot_product_attention "
-        f"for attention, or strategy='zero3' with activation_checkpointing='full'."
-    )
+    refuse_difference(group, compared, [*trained], differs)
 
 
 class CutBlocks:
@@ -513,7 +506,7 @@ class CutBlocks:
         self._handles.clear()
 
     def _entered(
-        self, name: str, dim: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str, dim: int, block: nn.Module, args: Args, kwargs: Kwargs
     ) -> Arguments | None:
         """Return a block's arguments with the hidden states cut; None to leave them."""
         hidden = _hidden_states(args, kwargs)
@@ -532,9 +525,7 @@ class CutBlocks:
         goes_on = is_last and block.training and torch.is_grad_enabled()
         return full_tensor(result) if joins and not goes_on else None
 
-    def _cut(
-        self, name: str, dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments | None:
+    def _cut(self, name: str, dim: int, args: Args, kwargs: Kwargs) -> Arguments | None:
         hidden = _hidden_states(args, kwargs)
         if hidden is None or isinstance(hidden, DimShardedTensor):
             return None
@@ -577,17 +568,14 @@ def _check(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
 
 def _kind(block: nn.Module) -> Hashable:
     """Return what blocks have in common that compute alike: their modules' classes and switches."""
+    switches = type(None), bool, str
     return tuple(
-        (name, type(module), tuple((n, v) for n, v in vars(module).items() if _is_switch(v)))
+        (name, type(module), *(one for one in vars(module).items() if isinstance(one[1], switches)))
         for name, module in block.named_modules()
     )
 
 
-def _is_switch(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, str))
-
-
-def _hidden_states(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+def _hidden_states(args: Sequence[Any], kwargs: Kwargs) -> Tensor | None:
     """Return the first argument of shape (B, S, E) and a floating format."""
     for one in (*args, *kwargs.values()):
         if isinstance(one, Tensor) and not one.is_nested and one.ndim == 3:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_shard.context_parallel.crossings import total
 from lightning_shard.context_parallel.sequence_part import RULES, SequencePart, part_of
+from lightning_shard.core.tensor_calls import Kwargs
 from lightning_shard.tensor_parallel import dim_sharded_shapes as shapes
 from lightning_shard.tensor_parallel.dim_sharded_operations import (
     combined,
@@ -113,13 +114,13 @@ def _along(func: Any, sharded: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if any(isinstance(one, Tensor) for one in given):  # the larger one of two tensors, say
         return NotImplemented if kwargs else combined(func, sharded, (sharded, *args), {})
-    dims = _dims(func.__name__, args, kwargs)
-    if not dims or part.dim in {one % part.local.ndim for one in dims}:
+    dims = [one % part.local.ndim for one in _dims(func.__name__, args, kwargs)]
+    if not dims or part.dim in dims:
         return NotImplemented
-    return _widened(part, func(part.local, *args, **kwargs), [d % part.local.ndim for d in dims])
+    return shapes.widened(part, func(part.local, *args, **kwargs), dims)
 
 
-def _dims(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
+def _dims(name: str, args: Sequence[Any], kwargs: Kwargs) -> list[int]:
     """Return the dimensions that an operation goes along; none where it is all of them."""
     place = _PLACE_OF_DIM[name]
     named = [kwargs[one] for one in ("dim", "dims", "axis") if kwargs.get(one) is not None]
@@ -127,14 +128,6 @@ def _dims(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
     found = found or [_DEFAULT_DIM.get(name)]
     flat = [one for some in found for one in (some if isinstance(some, tuple | list) else [some])]
     return flat if all(type(one) is int for one in flat) else []
-
-
-def _widened(part: SequencePart, result: Any, dims: Sequence[int]) -> Any:
-    if isinstance(result, Tensor):
-        is_kept = result.ndim == part.local.ndim
-        return part.widen(result, part.dim - (0 if is_kept else sum(d < part.dim for d in dims)))
-    both = [_widened(part, one, dims) for one in result]
-    return tuple(both) if type(result) in (tuple, list) else type(result)(both)
 
 
 def _pad(
@@ -195,7 +188,7 @@ def _by_index(func: Any, *args: Any, **kwargs: Any) -> Any:
     return like.widen(func(own[0], dim, *own[1:]))
 
 
-def _in_order(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+def _in_order(args: Sequence[Any], kwargs: Kwargs) -> list[Any]:
     names = ("dim", "index", "src" if "src" in kwargs else "value")[len(args) - 1 :]
     if set(kwargs) - set(names):
         return [None, None, None]

@@ -11,7 +11,7 @@ What has no rule is right, too, but costs what the cut would save: such operatio
 name.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.context_parallel.crossings import cut_sequence, gather_sequence, share_full
+from lightning_shard.core.tensor_calls import Function
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, Part
 from lightning_shard.tensor_parallel.regions import gather_to_region, own_slice
 
@@ -35,7 +36,7 @@ class FullSequences:
         self.noted: dict[str, str] = {}
         self._num_ranks = num_ranks
 
-    def note(self, func: Callable[..., Any]) -> None:
+    def note(self, func: Function) -> None:
         """Hear of an operation, and warn of it where it is the first of its name."""
         name = getattr(func, "__name__", "") or str(func)
         if self.block is None or name in self.noted:
@@ -48,7 +49,7 @@ class FullSequences:
         )
 
 
-RULES: dict[str, Callable[..., Any]] = {}
+RULES: dict[str, Function] = {}
 """Rules by operation; `operations` and `attention` fill it."""
 
 
@@ -59,11 +60,11 @@ class SequencePart(Part):
     in_full: FullSequences
     padding: int = 0
 
-    own_rules: ClassVar[Mapping[str, Callable[..., Any]]] = RULES
+    own_rules: ClassVar[Mapping[str, Function]] = RULES
     has_own_rows: ClassVar[bool] = True
 
     @override
-    def note_gather(self, func: Callable[..., Any]) -> None:
+    def note_gather(self, func: Function) -> None:
         self.in_full.note(func)
 
     @property

@@ -26,14 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.extensions import SharedByCopies, extend_class, give_class_back
+from lightning_shard.core.extensions import extend_class, give_class_back
 from lightning_shard.core.states import setting
-from lightning_shard.data_parallel.torch_private import in_backward, unobserved
+from lightning_shard.data_parallel.torch_private import unobserved
 from lightning_shard.data_parallel.units.units import class_name
 from lightning_shard.errors import ConfigError
-from lightning_shard.expert_parallel.exchange import Routes, told
+from lightning_shard.expert_parallel.exchange import ExpertCalls, told
 from lightning_shard.expert_parallel.finding import ADVICE, Mixture, find_mixtures
-from lightning_shard.expert_parallel.load import Load
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, Part
 from lightning_shard.tensor_parallel.trial import as_it_was
 
@@ -121,22 +120,12 @@ class _OnOwnTokens:
         return rows.of_all(forward(*rows.args, **rows.kwargs))
 
 
-class BatchedExperts(SharedByCopies):
-    """Calls of one module that has experts in tensors, which W ranks share.
-
-    Attributes:
-        load: What the experts got.
-        mixture: The experts and their module.
-        anchor: A leaf without elements; each backward has gradients of the tokens.
-        is_own: Whether the experts' own forward runs.
-    """
+class BatchedExperts(ExpertCalls):
+    """Calls of one module that has experts in tensors, which W ranks share."""
 
     def __init__(self, mixture: Mixture, group: Collectives, *, is_dry: bool = False) -> None:
-        self.mixture, self._group, self._is_dry = mixture, group, is_dry
-        self.load = Load()
-        self.anchor = torch.zeros(0, 1, requires_grad=True)
-        self.is_own = self._has_rows_of_all = False
-        self._num_here = mixture.num_experts // group.size
+        super().__init__(mixture, group, is_dry=is_dry)
+        self._has_rows_of_all = False
         self._likes: dict[tuple[int, torch.dtype, bool], Tensor] = {}  # results without rows
 
     def is_full(self, module: nn.Module) -> bool:
@@ -155,10 +144,9 @@ class BatchedExperts(SharedByCopies):
         weights: Tensor = given.values[given.weights]
         num_each = experts.shape[-1]
         order, counts = self._sorted(experts.reshape(-1))  # (S,), S = T K
-        routes = Routes(counts, self._group, peers_alike=self._is_dry)
+        routes = self._routes(counts)
         order = order[: sum(routes.sent)]
-        if module.training and torch.is_grad_enabled() and not in_backward():
-            self.load.note(routes.sent, self._group.rank, routes.rows.sum(0))
+        self._note(module, routes)
         rows = tokens.reshape(-1, tokens.shape[-1])[order // num_each]
         received = routes.to_experts(rows, weights.reshape(-1, 1)[order])
         numbers = routes.local_experts()

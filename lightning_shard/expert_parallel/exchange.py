@@ -13,14 +13,18 @@ backward depends on what else a rank's graph has, and all ranks must exchange in
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.torch_private import untraced
-from lightning_shard.tensor_parallel.regions import scaled_crossing
+from lightning_shard.core.extensions import SharedByCopies
+from lightning_shard.data_parallel.torch_private import in_backward, untraced
+from lightning_shard.expert_parallel.finding import Mixture
+from lightning_shard.expert_parallel.load import Load
+from lightning_shard.tensor_parallel.regions import Exchange, scale_gradient
 
 
 class Routes:
@@ -68,8 +72,10 @@ class Routes:
     def _exchange(
         self, sent: list[int], received: list[int], factor: float, tensors: Sequence[Tensor]
     ) -> list[Tensor]:
-        results = _ExchangeRows.apply(self.group, sent, received, factor, *tensors)  # type: ignore[no-untyped-call]
-        return list(results)
+        orders = (sent, received), (received, sent)
+        ways = [partial(_exchanged, *order, self.group) for order in orders]
+        scaled = [scale_gradient(one, factor, self.group) for one in tensors]
+        return list(Exchange.apply(*ways, *scaled))  # type: ignore[no-untyped-call]
 
     def sorted_by_expert(self, received: Tensor) -> list[Tensor]:
         """Return the rows of each of this rank's experts, those of rank 0 first."""
@@ -93,38 +99,50 @@ class Routes:
         return numbers.repeat_interleave(self.rows.reshape(-1), output_size=sum(self.received))
 
 
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        group: Collectives,
-        sent: list[int],
-        received: list[int],
-        factor: float,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.sent, ctx.received, ctx.factor = group, sent, received, factor
-        return tuple(_exchanged(one, sent, received, group) for one in tensors)
+class ExpertCalls(SharedByCopies):
+    """Calls of one module that has experts, which W ranks share.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        back = _ExchangeRows.apply(ctx.group, ctx.received, ctx.sent, 1.0, *grads)  # type: ignore[no-untyped-call]
-        grads = tuple(scaled_crossing(one, ctx.factor, ctx.group) for one in back)
-        return None, None, None, None, *grads
+    Args:
+        mixture: The experts and their module.
+        group: The W ranks that share them.
+        is_dry: Whether tokens have no elements, and peers are taken to do what this rank does.
+
+    Attributes:
+        load: What the experts got.
+        anchor: A leaf without elements of which each backward of an exchange has a gradient.
+        is_own: Whether an expert's own forward runs, or that of a module with all experts.
+    """
+
+    def __init__(self, mixture: Mixture, group: Collectives, *, is_dry: bool = False) -> None:
+        self.mixture, self._group, self._is_dry = mixture, group, is_dry
+        self.load = Load()
+        self.anchor = torch.zeros(0, 1, requires_grad=True)
+        self.is_own = False
+        self._num_here = mixture.num_experts // group.size
+
+    def _routes(self, counts: Tensor) -> Routes:
+        """Return how rows go, of which each expert gets so many; each rank must call."""
+        return Routes(counts, self._group, peers_alike=self._is_dry)
+
+    def _note(self, module: nn.Module, routes: Routes) -> None:
+        """Count the rows of a call in training."""
+        if module.training and torch.is_grad_enabled() and not in_backward():
+            self.load.note(routes.sent, self._group.rank, routes.rows.sum(0))
 
 
 def _exchanged(
-    tensor: Tensor, sent: Sequence[int], received: Sequence[int], group: Collectives
-) -> Tensor:
-    width = tensor.shape[1:].numel()
-    result = tensor.new_empty((sum(received), *tensor.shape[1:]))
-    group.all_to_all(
-        result.view(-1),
-        tensor.contiguous().view(-1),
-        output_split_sizes=[num * width for num in received],
-        input_split_sizes=[num * width for num in sent],
-    ).wait()
-    return result
+    sent: Sequence[int], received: Sequence[int], group: Collectives, tensors: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    results = tuple(one.new_empty((sum(received), *one.shape[1:])) for one in tensors)
+    for result, one in zip(results, tensors, strict=True):
+        width = one.shape[1:].numel()
+        group.all_to_all(
+            result.view(-1),
+            one.contiguous().view(-1),
+            output_split_sizes=[num * width for num in received],
+            input_split_sizes=[num * width for num in sent],
+        ).wait()
+    return results
 
 
 def told(values: Iterable[Any]) -> str:

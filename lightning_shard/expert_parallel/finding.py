@@ -40,21 +40,17 @@ class Mixture:
 
 def find_mixtures(model: nn.Module) -> list[Mixture]:
     """Return the mixtures of a model, in the order of its modules."""
-    batched = [
+    may_be = [
         Mixture(name=name, module=module, num_experts=num)
         for name, module in model.named_modules()
         if (num := _num_batched(module)) > 1
-        and (_is_called_experts(name, module) or _counts_experts(module, num))
     ]
+    batched = [one for one in may_be if _is_called_experts(one.name, one.module) or _counts(one)]
     listed = _listed(model, {one.module for one in batched})
     sure = [one for one in listed if _is_called_experts(one.name, *one.experts)]
     if batched or sure:  # the others are heads, say, as many as there are experts
         return [*batched, *sure]
-    return listed or [
-        Mixture(name=name, module=module, num_experts=num)
-        for name, module in model.named_modules()
-        if (num := _num_batched(module)) > 1 and _has_router(_parent(model, name), module, num)
-    ]
+    return listed or [one for one in may_be if _has_router(model, one)]
 
 
 def _parent(model: nn.Module, name: str) -> nn.Module:
@@ -71,9 +67,9 @@ def _listed(model: nn.Module, known: set[nn.Module]) -> list[Mixture]:
         if not may_be or any(one in known for one in module.modules()):
             continue
         parent, experts = _parent(model, name), tuple(module.children())
-        if _are_equal(experts) and _has_router(parent, module, len(experts)):
-            num = len(experts)
-            found.append(Mixture(name=name, module=parent, num_experts=num, experts=experts))
+        one = Mixture(name=name, module=parent, num_experts=len(experts), experts=experts)
+        if _are_equal(experts) and _has_router(model, one):
+            found.append(one)
             known.add(module)
     return found[::-1]
 
@@ -184,9 +180,10 @@ def _num_batched(module: nn.Module) -> int:
     return 0 if len(sizes) > 1 else next(iter(sizes))
 
 
-def _counts_experts(module: nn.Module, number: int) -> bool:
+def _counts(mixture: Mixture) -> bool:
     """Whether a module says itself that it has so many experts."""
-    return any("expert" in name and value == number for name, value in vars(module).items())
+    own, number = vars(mixture.module), mixture.num_experts
+    return any("expert" in name and value == number for name, value in own.items())
 
 
 def _are_equal(modules: Sequence[nn.Module]) -> bool:
@@ -199,11 +196,11 @@ def _are_equal(modules: Sequence[nn.Module]) -> bool:
     return bool(forms[0][1]) and all(one == forms[0] for one in forms)
 
 
-def _has_router(parent: nn.Module, experts: nn.Module, number: int) -> bool:
-    """Whether a module that has experts has a parameter that tells them apart."""
-    own = set(experts.parameters())
+def _has_router(model: nn.Module, mixture: Mixture) -> bool:
+    """Whether the module that has experts has a parameter that tells them apart."""
+    own = set(model.get_submodule(mixture.name).parameters())
     return any(
-        param.ndim == 2 and number in param.shape
-        for param in parent.parameters()
+        param.ndim == 2 and mixture.num_experts in param.shape
+        for param in _parent(model, mixture.name).parameters()
         if param not in own
     )

@@ -20,15 +20,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.extensions import SharedByCopies
 from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.recompute.recomputed_state import Drawn
 from lightning_shard.data_parallel.torch_private import in_backward, unobserved
 from lightning_shard.data_parallel.units.units import class_name
 from lightning_shard.errors import ConfigError
-from lightning_shard.expert_parallel.exchange import Routes, told
+from lightning_shard.expert_parallel.exchange import ExpertCalls, Routes, told
 from lightning_shard.expert_parallel.finding import ADVICE, Mixture
-from lightning_shard.expert_parallel.load import Load
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor
 from lightning_shard.tensor_parallel.trial import as_it_was, unchanged
 
@@ -42,19 +40,10 @@ class _ExpertCall(NamedTuple):
     tokens: Tensor
 
 
-class ListedExperts(SharedByCopies):
+class ListedExperts(ExpertCalls):
     """Calls of one module that has a list of experts, which W ranks share.
 
-    Args:
-        mixture: The experts and their module.
-        group: The W ranks that share them.
-        in_pipeline: Whether backwards ask for the gradients of some tensors only.
-        is_dry: Whether tokens have no elements, and peers are taken to do what this rank does.
-
-    Attributes:
-        load: What the experts got.
-        anchor: A leaf without elements of which each backward of an exchange has a gradient.
-        is_own: Whether an expert's own forward runs, or that of a module with all experts.
+    With `in_pipeline` backwards ask for the gradients of some tensors only.
     """
 
     def __init__(
@@ -65,15 +54,11 @@ class ListedExperts(SharedByCopies):
         in_pipeline: bool = False,
         is_dry: bool = False,
     ) -> None:
-        self.mixture, self._group = mixture, group
-        self._in_pipeline, self._is_dry = in_pipeline, is_dry
-        self.load = Load()
-        self.anchor = torch.zeros(0, 1, requires_grad=True)
-        self._num_here = mixture.num_experts // group.size
+        super().__init__(mixture, group, is_dry=is_dry)
+        self._in_pipeline = in_pipeline
         self._path = mixture.name.rpartition(".")[2]
         self._noted: list[_ExpertCall] | None = None  # while a rehearsal runs
         self._results: list[tuple[_ExpertCall, Tensor]] | None = None  # while a forward runs
-        self.is_own = False
         self._widths: dict[tuple[int, torch.dtype, bool], tuple[int, torch.dtype]] = {}
 
     def experts_of(self, module: nn.Module) -> Sequence[nn.Module]:
@@ -231,13 +216,12 @@ class ListedExperts(SharedByCopies):
         first = self._group.rank * self._num_here
         own = self.experts_of(module)[first : first + self._num_here]
         counts = self._counts(noted, next(module.parameters()).device)
-        routes = Routes(counts, self._group, peers_alike=self._is_dry)
+        routes = self._routes(counts)
         about = routes.counts.flatten(0, 1).amax(0).tolist()[1:]
         width, code, follows = about[1:]
         if not width:
             return [], None
-        if module.training and torch.is_grad_enabled() and not in_backward():
-            self.load.note(routes.sent, self._group.rank, routes.rows.sum(0))
+        self._note(module, routes)
         order = sorted(range(len(noted)), key=lambda at: noted[at].expert)
         flat = [noted[at].tokens.reshape(-1, width) for at in order]
         # in the graph without a token, too, as ranks exchange gradients together

@@ -1,7 +1,7 @@
 """Counters of a mixture: how many tokens its experts got, and how many travelled."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -65,8 +65,8 @@ class ExpertLoad:
         """Return what has come since an earlier load of the same mixture."""
         if before is None:
             return self
-        return ExpertLoad(
-            name=self.name,
+        return replace(
+            self,
             num_calls=self.num_calls - before.num_calls,
             tokens=tuple(now - then for now, then in zip(self.tokens, before.tokens, strict=True)),
             num_sent_away=self.num_sent_away - before.num_sent_away,
@@ -103,8 +103,8 @@ def loads_of_ranks(
 
 
 def _sum(loads: Sequence[ExpertLoad]) -> ExpertLoad:
-    return ExpertLoad(
-        name=loads[0].name,
+    return replace(
+        loads[0],
         num_calls=max(one.num_calls for one in loads),
         tokens=tuple(map(sum, zip(*(one.tokens for one in loads), strict=True))),
         num_sent_away=sum(one.num_sent_away for one in loads),

@@ -47,11 +47,9 @@ from lightning_shard.expert_parallel.finding import Mixture
 from lightning_shard.expert_parallel.listed import ListedExperts
 from lightning_shard.expert_parallel.load import ExpertLoad, loads_of_ranks
 from lightning_shard.expert_parallel.split import ExpertSplit
-from lightning_shard.tensor_parallel.dim_sharded_operations import names_of_rules
 from lightning_shard.tensor_parallel.dim_sharded_tensor import Part, showing, wrapped
 from lightning_shard.tensor_parallel.full_view import (
     WeightView,
-    held,
     seeing,
     set_view,
     view_of,
@@ -75,10 +73,6 @@ from lightning_shard.tensor_parallel.trial import (
 Forward = Callable[..., Any]
 _PLACE = "_lightning_shard_experts"
 Calls = BatchedExperts | ListedExperts
-_WITHOUT_ELEMENTS = (
-    "__get__ __set__ requires_grad_ retain_grad is_contiguous "
-    "new_empty new_zeros new_ones new_full new_tensor"
-)
 
 
 _STANDS_IN = "_lightning_shard_stands_in"
@@ -93,10 +87,7 @@ class ExpertPart(Part):
         in_pipeline: Whether backwards ask for the gradients of some tensors only.
     """
 
-    own_rules: ClassVar[Mapping[str, Callable[..., Any]]] = dict.fromkeys(
-        names_of_rules() - set(_WITHOUT_ELEMENTS.split()),
-        lambda *args, **kwargs: NotImplemented,  # they are left to the full tensor
-    )
+    computes: ClassVar[bool] = False  # operations are left to the full tensor
 
     param: nn.Parameter
     experts: ExpertSplit
@@ -217,19 +208,14 @@ def is_standing_in(tensor: Tensor) -> bool:
     return _STANDS_IN in vars(tensor)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertView(SharedByCopies):
+@dataclass(kw_only=True)
+class ExpertView(WeightView):
     """How the weights of one module of an expert are seen."""
 
+    why = "each rank has some of the experts"
     weights: ExpertWeights
-    names: Mapping[str, nn.Parameter]
     calls: Calls
-    inner: WeightView | None = None
-    layer: str = ""
-
-    def held(self, name: str, params: Mapping[str, Any]) -> Any:
-        """Return what a module of an expert holds under a parameter's name."""
-        return held(f"{self.layer}.{name}", params, "each rank has some of the experts")
+    inner: WeightView | None
 
     def of(self, name: str, tensor: Tensor) -> Tensor:
         """Return a parameter as the code that reads it now sees it."""
@@ -249,9 +235,18 @@ def try_mixture(
     others = {n: one for n, one in named.items() if n not in experts and one.requires_grad}
     here = [n for n, one in experts.items() if split.is_here(one) and one.requires_grad]
     compared = partial(_compared, calls, module, own, arguments, split, experts, others)
+
+    def differs(found: str) -> str:
+        return (
+            f"Rank {split.group.rank}: the mixture {calls.mixture.name!r} ({class_name(module)}) "
+            f"computes something else with its {calls.mixture.num_experts} experts on "
+            f"{split.group.size} ranks than with all on one: {found}. Expected equal results, so "
+            f"nothing was trained. Leave expert_parallel_size out, and use zero_stage=3 to share "
+            f"out parameters; please report the forward of the mixture."
+        )
+
     with unobserved():
-        told = partial(_differs_shared, calls, module, split)
-        refuse_difference(split.group, compared, [*others, *here], told)
+        refuse_difference(split.group, compared, [*others, *here], differs)
 
 
 def _compared(
@@ -265,7 +260,17 @@ def _compared(
     double: bool,
 ) -> tuple[Called, Called]:
     """Return the calls with all experts, and with those of each rank."""
-    whole_call, failing = calls.whole(module, own), partial(_fails_shared, calls, module, split)
+
+    def fails(error: str) -> str:
+        return (
+            f"Rank {split.group.rank}: the mixture {calls.mixture.name!r} ({class_name(module)}) "
+            f"runs with all experts on one rank, but not with its {calls.mixture.num_experts} "
+            f"experts on {split.group.size} ranks ({error}); expected that it calls its experts "
+            f"and reads nothing of them. Leave expert_parallel_size out, and use zero_stage=3 to "
+            f"share out parameters."
+        )
+
+    whole_call = calls.whole(module, own)
     full = {n: split.full(one, split.like(one)) for n, one in experts.items()}
     local = {n: one.data.clone() for n, one in experts.items()}
     trained = [n for n, one in experts.items() if one.requires_grad]
@@ -280,7 +285,7 @@ def _compared(
                 double=double,
             )
         leaves = {n: standing_in(_leaf(copied(one), experts[n])) for n, one in local.items()}
-        with as_it_was(module), _in_place(module, leaves), explained(failing):
+        with as_it_was(module), _in_place(module, leaves), explained(fails):
             shared = Called(
                 lambda given: calls.call(module, own, *given),
                 arguments,
@@ -289,26 +294,6 @@ def _compared(
             )
     _take_mean(whole, len(others), {n: experts[n] for n in trained}, split)
     return whole, shared
-
-
-def _differs_shared(calls: Calls, module: nn.Module, split: ExpertSplit, found: str) -> str:
-    return (
-        f"Rank {split.group.rank}: the mixture {calls.mixture.name!r} ({class_name(module)}) "
-        f"computes something else with its {calls.mixture.num_experts} experts on "
-        f"{split.group.size} ranks than with all on one: {found}. Expected equal results, so "
-        f"nothing was trained. Leave expert_parallel_size out, and use zero_stage=3 to share out "
-        f"parameters; please report the forward of the mixture."
-    )
-
-
-def _fails_shared(calls: Calls, module: nn.Module, split: ExpertSplit, error: str) -> str:
-    return (
-        f"Rank {split.group.rank}: the mixture {calls.mixture.name!r} ({class_name(module)}) "
-        f"runs with all experts on one rank, but not with its {calls.mixture.num_experts} "
-        f"experts on {split.group.size} ranks ({error}); expected that it calls its experts and "
-        f"reads nothing of them. Leave expert_parallel_size out, and use zero_stage=3 to share "
-        f"out parameters."
-    )
 
 
 def _leaf(value: Tensor, param: nn.Parameter) -> Tensor:
@@ -401,9 +386,7 @@ class SharedExperts(SharedByCopies):
         self._changed.append(module)
 
     @untraced
-    def run(
-        self, calls: Calls, module: nn.Module, own: Callable[..., Any], arguments: Arguments
-    ) -> Any:
+    def run(self, calls: Calls, module: nn.Module, own: Forward, arguments: Arguments) -> Any:
         """Call a mixture; each rank that shares its experts must."""
         if stands_in(module, arguments):
             return calls.whole(module, own)(*arguments[0], **arguments[1])
@@ -416,9 +399,7 @@ class SharedExperts(SharedByCopies):
         here = self._call(calls, module, own, (tuple(rows.args), dict(rows.kwargs)))
         return rows.of_all(here)
 
-    def _call(
-        self, calls: Calls, module: nn.Module, own: Callable[..., Any], arguments: Arguments
-    ) -> Any:
+    def _call(self, calls: Calls, module: nn.Module, own: Forward, arguments: Arguments) -> Any:
         with self._with_shards():
             if calls.is_full(module):  # a copy with full weights
                 return calls.whole(module, own)(*arguments[0], **arguments[1])

@@ -51,7 +51,7 @@ def _norm_over(
     dtype: torch.dtype,
 ) -> Tensor:
     """The norm over parameters that are split alike, from the shards in the optimizer's view."""
-    grads = [param.grad for param in params if param.grad is not None]
+    grads = [_wide(param.grad) for param in params if param.grad is not None]
     over = [*shards_over(groups, engine.groups_of_gradients(), engine.split), *groups]
     if engine.options.same_bits and norm_type != float("inf"):
         if norm_type != 2.0:
@@ -65,8 +65,7 @@ def _norm_over(
         return exact_norm(grads, over, engine.device).to(dtype)
     local = torch.zeros((), dtype=dtype, device=engine.device)  # torch's, of none, is the host's
     if grads:
-        wide = [*map(_wide, grads)]
-        local = nn.utils.get_total_norm(wide, norm_type).to(engine.device, dtype)
+        local = nn.utils.get_total_norm(grads, norm_type).to(engine.device, dtype)
     for collectives in over:
         if norm_type == float("inf"):
             collectives.all_reduce(local, "max").wait()
@@ -84,15 +83,14 @@ def _wide(tensor: Tensor) -> Tensor:
 
 # The 2-norm of a gradient that lies in shards, with bits that do not depend on how it is cut.
 #
-# A sum of floats depends on its order, one of whole numbers does not. No shard ends within 32
-# elements that lie together, so that each such block has one norm n on any ranks. Its square is
-# scaled by the greatest one's power of two, and cut into two whole numbers:
+# A sum of floats depends on its order, one of whole numbers does not. So each square is scaled by
+# the greatest element's power of two, and cut into two whole numbers:
 #
-#     (n / 2^e)^2 = high / 2^30 + low / 2^60 + what is left out, at most 2^-60 of the greatest
+#     (g / 2^e)^2 = high / 2^30 + low / 2^60 + what is left out, at most 2^-60 of the greatest
 
-_LEVEL = 2.0**30  # so many sums of 2^33 blocks fit into 63 bits
-_BLOCK_NUMEL = 32  # 256 bytes of the widest format
-_NUM_AT_ONCE = 1 << 17  # numbers in float64, so that they stay in the cache
+_LEVEL = 2.0**30  # so many sums of 2^33 elements fit into 63 bits
+_BLOCK_NUMEL = {"cpu": 1 << 17}  # stays in the cache; elsewhere fewer launches count for more
+_LARGEST_BLOCK_NUMEL = 1 << 22  # whose whole numbers float64 adds up exactly
 
 
 @torch.no_grad()
@@ -100,31 +98,26 @@ def exact_norm(
     grads: Sequence[Tensor], groups: Sequence[Collectives], device: torch.device
 ) -> Tensor:
     """Return all gradients' norm, shape (), float64, the same bits on any ranks; each must call."""
-    blocks = [part for grad in grads for part in _in_blocks(grad)]
-    norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in blocks]
-    of_all = torch.cat([torch.zeros(1, dtype=torch.float64, device=device), *norms])
-    greatest = of_all.amax().nan_to_num(nan=torch.inf)
+    greatest = torch.zeros((), dtype=torch.float64, device=device)
+    for grad in (one for one in grads if one.numel()):
+        lowest, highest = torch.aminmax(grad)
+        largest = torch.maximum(-lowest, highest).double()
+        greatest = torch.maximum(greatest, largest.nan_to_num(nan=torch.inf))
     for group in groups:
         group.all_reduce(greatest, "max").wait()
     scale = torch.ldexp(torch.ones_like(greatest), -torch.frexp(greatest).exponent)
     sums = torch.zeros(2, dtype=torch.int64, device=device)
-    for some in torch.split(of_all.mul_(scale * _LEVEL**0.5), _NUM_AT_ONCE):
-        high = some.square_().floor()
-        low = some.sub_(high).mul_(_LEVEL).floor_()
+    block_numel = _BLOCK_NUMEL.get(device.type, _LARGEST_BLOCK_NUMEL)
+    for block in (one for grad in grads for one in torch.split(grad.flatten(), block_numel)):
+        squares = block.double().mul_(scale * _LEVEL**0.5).square_()
+        high = squares.floor()
+        low = squares.sub_(high).mul_(_LEVEL).floor_()
         sums += torch.stack([high.sum(), low.sum()]).long()
     for group in groups:
         group.all_reduce(sums, "sum").wait()
     high, low = sums.double().unbind()
     norm = ((high + low / _LEVEL) / _LEVEL).sqrt() / scale
     return torch.where(greatest.isfinite(), norm, greatest)
-
-
-def _in_blocks(grad: Tensor) -> Sequence[Tensor]:
-    """Return all elements, and zeros behind the last, in parts of shape (B, 32)."""
-    flat = grad.flatten()
-    if rest := flat.numel() % _BLOCK_NUMEL:
-        flat = nn.functional.pad(flat, (0, _BLOCK_NUMEL - rest))
-    return torch.split(flat.view(-1, _BLOCK_NUMEL), _NUM_AT_ONCE // _BLOCK_NUMEL)
 
 
 @having(asker, value=Asker.ENGINE)

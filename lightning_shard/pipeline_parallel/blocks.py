@@ -140,7 +140,8 @@ def _repeated(model: nn.Module) -> Iterator[tuple[str, int]]:
         if path.startswith(inside) or not _is_list(module):
             continue
         children = all_children(module)
-        if len(children) > 1 and len({type(_compiled_in(child)) for child in children}) == 1:
+        inner = {type(child._modules.get(COMPILED_MODULE) or child) for child in children}
+        if len(children) > 1 and len(inner) == 1:  # of one class, compiled or not
             inside += (f"{path}." if path else "",)
             if numel := num_parameters(module):
                 yield path, numel
@@ -158,11 +159,6 @@ def _mixed(model: nn.Module) -> str | None:
 
 def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.Sequential)
-
-
-def _compiled_in(module: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` wrapped, or the module itself."""
-    return module._modules.get(COMPILED_MODULE) or module
 
 
 def _resolve(model: nn.Module, path: str) -> str:

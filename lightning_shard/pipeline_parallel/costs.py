@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from math import prod
 from typing import Literal, Self
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -306,17 +307,15 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
     """Restore the modules' attributes, in which a metric, for example, keeps its counts."""
     states = [vars(module) for module in model.modules()]
     values = [value for state in states for value in state.values()]
-    dicts = [*states, *(value for value in values if isinstance(value, dict))]
-    lists = [value for value in values if isinstance(value, list)]
-    tensors = [value for value in values if type(value) is Tensor]
-    kept = [*map(dict, dicts)], [*map(list, lists)], [tensor.detach().clone() for tensor in tensors]
-    try:
-        yield
-    finally:
-        for entries, old in zip(dicts, kept[0], strict=True):
-            entries.clear()
-            entries.update(old)
-        for items, before in zip(lists, kept[1], strict=True):
-            items[:] = before
-        for tensor, elements in zip(tensors, kept[2], strict=True):
-            tensor.detach().copy_(elements)
+    lists = [(value, [*value]) for value in values if isinstance(value, list)]
+    tensors = [(value, value.detach().clone()) for value in values if type(value) is Tensor]
+    with ExitStack() as kept:
+        for one in (*states, *(value for value in values if isinstance(value, dict))):
+            kept.enter_context(patch.dict(one))
+        try:
+            yield
+        finally:
+            for items, before in lists:
+                items[:] = before
+            for tensor, elements in tensors:
+                tensor.detach().copy_(elements)

@@ -284,11 +284,6 @@ AtHand = Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]]
 """Keeps parameters unsharded inside: `DataParallelEngine.at_hand`."""
 
 
-def always_at_hand(params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-    """Do nothing, for parameters that are never resharded."""
-    return nullcontext()
-
-
 def full_backward(
     roots: Sequence[Tensor],
     grads: Sequence[Tensor] | None,
@@ -324,7 +319,7 @@ def input_backward(
     grads: Sequence[Tensor] | None,
     inputs: Sequence[Tensor],
     params: Sequence[nn.Parameter],
-    at_hand: AtHand = always_at_hand,
+    at_hand: AtHand = lambda params: nullcontext(),
 ) -> tuple[list[Tensor], Rest]:
     """Return the gradients of inputs, and the function that computes those of parameters.
 

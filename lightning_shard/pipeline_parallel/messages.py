@@ -7,6 +7,7 @@ All ranks of a pipeline have the same batch, so that both sides know by its shap
 one knows. Receives are posted early and sends go on while the rank computes.
 """
 
+import pickle
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,22 +25,7 @@ from lightning_shard.pipeline_parallel.needs import Step
 from lightning_shard.pipeline_parallel.schedules import Kind
 from lightning_shard.pipeline_parallel.stage_run import StageRun
 
-_SKIPPED = -1  # in the place of a number of tensors
-_HEADER_LENGTH = 256  # numbers; each tensor takes 3 and its dimensions
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
+_HEADER_BYTES = 2048  # of metadata, pickled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +73,7 @@ class StageMessages:
         """Start to send fillers for the tensors of a step that ended before the network."""
         known = self._known.get(key)
         if known is None:
-            self.send([_numbers([_SKIPPED], self._device)], peer, tag)
+            self.send([packed(None, _HEADER_BYTES, self._device)], peer, tag)
             return []
         fillers = [self._filler(metadata) for metadata in known]
         self.send([one.detach() for one in fillers], peer, tag)
@@ -118,7 +104,7 @@ class StageMessages:
 
     def next_header(self, peer: int, tag: int) -> "_Header":
         """Start to receive metadata."""
-        header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._device)
+        header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=self._device)
         return _Header(header, self.group.recv(header, peer, tag, async_op=True), tag)
 
     def replace_header(self, key: Hashable, old: Any, new: "_Header | None") -> None:
@@ -150,8 +136,8 @@ class StageMessages:
 class _Header:
     """Metadata that are on their way, or have arrived."""
 
-    def __init__(self, numbers: Tensor, pending: Pending, tag: int) -> None:
-        self._numbers, self._pending = numbers, pending
+    def __init__(self, packed: Tensor, pending: Pending, tag: int) -> None:
+        self._packed, self._pending = packed, pending
         self.tag = tag
         self.all_metadata: Sequence[TensorMetadata] | None = None
         self.is_skipped = False
@@ -160,8 +146,8 @@ class _Header:
         """Wait for the metadata, and return them."""
         if self.all_metadata is None:
             self._pending.wait()
-            self.is_skipped = int(self._numbers[0]) == _SKIPPED
-            self.all_metadata = () if self.is_skipped else _all_metadata(self._numbers)
+            found: list[TensorMetadata] | None = unpacked(self._packed)
+            self.is_skipped, self.all_metadata = found is None, found or ()
         return self.all_metadata
 
 
@@ -223,38 +209,25 @@ class ReceiveHandle:
 
 
 def _header(all_metadata: Sequence[TensorMetadata], device: torch.device) -> Tensor:
-    numbers = [len(all_metadata)]
-    for metadata in all_metadata:
-        numbers += [
-            DTYPES.index(metadata.dtype),
-            metadata.requires_grad,
-            len(metadata.shape),
-            *metadata.shape,
-        ]
-    if len(numbers) > _HEADER_LENGTH:
+    header = packed(all_metadata, _HEADER_BYTES, device)
+    if header.numel() > _HEADER_BYTES:
         raise ConfigError(
             f"{len(all_metadata)} tensors between two stages are too many to describe in "
-            f"{_HEADER_LENGTH} numbers. Give the blocks fewer tensors that are computed from "
+            f"{_HEADER_BYTES} bytes. Give the blocks fewer tensors that are computed from "
             f"parameters."
         )
-    return _numbers(numbers, device)
+    return header
 
 
-def _numbers(numbers: Sequence[int], device: torch.device) -> Tensor:
-    padding = [0] * (_HEADER_LENGTH - len(numbers))
-    return torch.tensor([*numbers, *padding], dtype=torch.int64, device=device)
+def packed(value: Any, num_bytes: int, device: torch.device) -> Tensor:
+    """Return a small value as bytes that travel between stages, at least so many."""
+    data = bytearray(pickle.dumps(value).ljust(num_bytes))
+    return torch.frombuffer(data, dtype=torch.uint8).to(device)
 
 
-def _all_metadata(header: Tensor) -> list[TensorMetadata]:
-    numbers = iter(header.tolist())
-    all_metadata = []
-    for _ in range(next(numbers)):
-        dtype, requires_grad, ndim = next(numbers), next(numbers), next(numbers)
-        shape = tuple(next(numbers) for _ in range(ndim))
-        all_metadata.append(
-            TensorMetadata(shape=shape, dtype=DTYPES[dtype], requires_grad=bool(requires_grad))
-        )
-    return all_metadata
+def unpacked(data: Tensor) -> Any:
+    """Return the value that another rank has `packed`."""
+    return pickle.loads(data.cpu().numpy().tobytes())
 
 
 LossOf = Callable[[Any], Tensor | None]

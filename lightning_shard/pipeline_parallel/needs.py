@@ -280,9 +280,13 @@ class Needs:
         wanted: dict[int, frozenset[str]] = {}
         found: dict[int, Needed | str | None] = {}
         self._calls_blocks = False
-        for stage in self._own_stages:
+        for stage in filter(None, self._own_stages):
             try:
-                found |= {stage: self._of_own(stage, microbatch, step)} if stage else {}
+                probe = self._probe(stage, microbatch, step)
+                self._calls_blocks |= probe.is_called
+                found[stage] = _SKIPPED if probe.is_skipped else probe.needed
+            except UnknownResultError as error:
+                found[stage] = str(error.__cause__)
             except OtherStageError as error:
                 if not lendable(self._model.params, error.origins):
                     raise
@@ -294,14 +298,6 @@ class Needs:
             self._calls_blocks |= calls
             self.wanted += [asked] if asked else []
         return all_stages
-
-    def _of_own(self, stage: int, microbatch: Microbatch, step: Step) -> Needed | str | None:
-        try:
-            probe = self._probe(stage, microbatch, step)
-            self._calls_blocks |= probe.is_called
-            return _SKIPPED if probe.is_skipped else probe.needed
-        except UnknownResultError as error:
-            return str(error.__cause__)
 
     def _learn_of_blocks(self, microbatch: Microbatch, step: Step) -> None:
         """Let the first stage run its first block, and tell the others the result's metadata."""

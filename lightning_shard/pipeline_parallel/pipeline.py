@@ -287,7 +287,10 @@ class Pipeline:
             with torch.no_grad():
                 for buffer, value in before:
                     buffer.copy_(value)
-            self._begin_again(batch, asked)
+            for kept in (batch.runs, batch.inbox, batch.results, batch.losses):
+                kept.clear()
+            self._borrow(asked)
+            self._learn(batch)
         self._rehearsed[batch.kind] = batch.trainable
         return True
 
@@ -295,12 +298,6 @@ class Pipeline:
     def is_rehearsing(self) -> bool:
         """Whether a step that asks for what another stage has is run again."""
         return self._wanted is not None
-
-    def _begin_again(self, batch: RunningBatch, wanted: Sequence[Wanted]) -> None:
-        for kept in (batch.runs, batch.inbox, batch.results, batch.losses):
-            kept.clear()
-        self._borrow(wanted)
-        self._learn(batch)
 
     def _act(self, batch: RunningBatch, action: Action) -> None:
         observer = None if action.kind in _RECEIVES.values() else self.observer
@@ -379,18 +376,19 @@ class Pipeline:
         self, batch: RunningBatch, stage: int, index: int
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         """Return the tensors at which a backward begins, and their gradients (None: one)."""
+        roots: list[Tensor] = []
+        grads: list[Tensor] | None = None
         if stage == self.num_stages - 1:
             loss = batch.losses.pop(index, None)
-            return [] if loss is None or not loss.requires_grad else [loss], None
-        outputs = followed(batch.runs[stage, index].outputs)
-        grads = self._traffic.output_grads(batch, stage, index)
-        if batch.runs[stage, index].is_skipped:
-            return [], None
-        return outputs, [grad.detach() for grad in grads]
-
-    def _check_ties(self, stage: int, roots: Sequence[Tensor]) -> None:
+            roots = [] if loss is None or not loss.requires_grad else [loss]
+        else:
+            came, run = self._traffic.output_grads(batch, stage, index), batch.runs[stage, index]
+            if not run.is_skipped:
+                roots, grads = followed(run.outputs), [grad.detach() for grad in came]
         if self._in_order is not None:
             self._in_order.check(stage, roots)
+        self._buffers.before_backward(stage)
+        return roots, grads
 
     def _params(self, stage: int) -> list[nn.Parameter]:
         own = [param for param in self._stage_params[stage] if param.requires_grad]
@@ -399,8 +397,6 @@ class Pipeline:
     def _backward(self, batch: RunningBatch, stage: int, index: int) -> None:
         roots, grads = self._roots(batch, stage, index)
         run, params = batch.runs.pop((stage, index)), self._params(stage)
-        self._check_ties(stage, roots)
-        self._buffers.before_backward(stage)
         with setting(batch.sums, takes=self._takes_early), self._model.running(run, stage):
             input_grads, param_grads = full_backward(
                 roots, grads, followed(run.inputs), params, reformatted=self._reformats
@@ -412,8 +408,6 @@ class Pipeline:
         roots, grads = self._roots(batch, stage, index)
         run, params = batch.runs[stage, index], self._params(stage)
         inputs = followed(run.inputs)
-        self._check_ties(stage, roots)
-        self._buffers.before_backward(stage)
         with self._model.running(run, stage):
             input_grads, rest = input_backward(roots, grads, inputs, params, self._at_hand)
 

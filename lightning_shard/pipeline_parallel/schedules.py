@@ -116,8 +116,7 @@ def make_schedule(
     num_stages = checked_stages(name, num_ranks, num_microbatches, num_stages)
     stage_ranks = place_stages(name, num_ranks, num_stages)
     if name in _ONE_STAGE:
-        row = _gpipe if name == "gpipe" else _1f1b
-        tables = [row(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
+        tables = [_row(name, rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
     else:
         tables = computations(name, num_ranks, num_stages, num_microbatches)
     return _with_messages(name, num_microbatches, stage_ranks, tables)
@@ -166,17 +165,12 @@ def allowed_microbatches(name: str, num_ranks: int, num_microbatches: int) -> bo
     return name != "dual_pipe_v" or num_microbatches >= 2 * num_ranks
 
 
-def check_name(name: str) -> None:
-    """Refuse a schedule that does not exist."""
-    if name not in SCHEDULES:
-        raise ConfigError(f"schedule is {name!r}; expected one of {', '.join(SCHEDULES)}.")
-
-
 def checked_stages(
     name: str, num_ranks: int, num_microbatches: int, num_stages: int | None = None
 ) -> int:
     """Return the number of stages over all ranks, or refuse numbers that do not go together."""
-    check_name(name)
+    if name not in SCHEDULES:
+        raise ConfigError(f"schedule is {name!r}; expected one of {', '.join(SCHEDULES)}.")
     if num_ranks < 1:
         raise ConfigError(f"A pipeline over {num_ranks} ranks; expected at least 1.")
     if num_stages is None:
@@ -232,18 +226,18 @@ def _nearest_microbatches(name: str, num_ranks: int, num_microbatches: int) -> l
     return [m for m in nearest if m is not None]
 
 
-def _gpipe(rank: int, num_ranks: int, num_microbatches: int) -> list[Step | None]:
-    """Return a rank's row of GPipe: all forwards, then all backwards, the newest first."""
-    forwards: list[Step | None] = [(rank, "F", i) for i in range(num_microbatches)]
-    backwards: list[Step | None] = [(rank, "B", i) for i in reversed(range(num_microbatches))]
-    # 2 slots a hop would do; with 3 a gradient is received while the one before is computed with.
-    return [*_idle(rank), *forwards, *_idle(3 * (num_ranks - 1 - rank)), *backwards]
+def _row(name: str, rank: int, num_ranks: int, num_microbatches: int) -> list[Step | None]:
+    """Return a rank's row.
 
-
-def _1f1b(rank: int, num_ranks: int, num_microbatches: int) -> list[Step | None]:
-    """Return a rank's row of 1F1B: a forward for each later stage, then forwards and backwards."""
+    GPipe: all forwards, then all backwards, the newest first. 1F1B: a forward for each later stage,
+    then forwards and backwards.
+    """
     forwards: list[Step | None] = [(rank, "F", i) for i in range(num_microbatches)]
     hops = num_ranks - 1 - rank
+    if name == "gpipe":
+        backwards = [(rank, "B", i) for i in reversed(range(num_microbatches))]
+        # 2 slots a hop would do; with 3 a gradient is received while one before is computed with.
+        return [*_idle(rank), *forwards, *_idle(3 * hops), *backwards]
     warmup = forwards[:hops]
     steady = forwards[hops:] + _idle(len(warmup))
     pairs = chain.from_iterable((f, (rank, "B", i)) for i, f in enumerate(steady))

@@ -10,19 +10,20 @@ never comes are listed in a `DeadlockError`.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_shard.errors import DeadlockError
 from lightning_shard.pipeline_parallel.schedules import (
     Action,
-    Kind,
     Schedule,
     StageInput,
     checked_stages,
 )
 from lightning_shard.pipeline_parallel.timeline import Event, Timeline
+
+_KINDS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +36,10 @@ class Durations:
     backward_weight: float = 1.0
     message: float = 0.0
 
-    def of_kinds(self) -> dict[Kind, float]:
-        """Return the duration of each kind of computation."""
-        return {
-            "F": self.forward,
-            "B": self.backward,
-            "I": self.backward_input,
-            "W": self.backward_weight,
-        }
+    def __getitem__(self, action: Action) -> float:
+        """Return the duration of a computation."""
+        duration: float = getattr(self, _KINDS[action.kind])
+        return duration
 
 
 def replay(
@@ -69,7 +66,8 @@ class _Replay:
 
     def __init__(self, schedule: Schedule, durations: Durations | Mapping[Action, float]) -> None:
         self.schedule = schedule
-        self.duration_of, self.message = _lookup(durations)
+        self.durations = durations
+        self.message = durations.message if isinstance(durations, Durations) else 0.0
         self.stages = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
         self.events: list[list[Event]] = [[] for _ in schedule.actions]
         self.clocks = [0.0] * schedule.num_ranks
@@ -119,17 +117,11 @@ class _Replay:
             if needed not in self.ready:
                 return False
             start = max(start, self.ready.pop(needed))
-        end = self.clocks[rank] = start + self.duration_of(action)
+        end = self.clocks[rank] = start + self.durations[action]
         self.events[rank].append(Event(action, start, end))
-        if action.kind != "W":
-            self._hand_over(rank, action)
+        if action.kind != "W" and action.output[0] in self.stages[rank]:
+            self.ready[action.output] = end  # without a message
         return True
-
-    def _hand_over(self, rank: int, action: Action) -> None:
-        """Give the next stage its input without a message, where it is on the same rank."""
-        output = action.output
-        if output[0] in self.stages[rank]:
-            self.ready[output] = self.clocks[rank]
 
     def _input_of(self, action: Action) -> StageInput | None:
         """Return the input of a computation from another stage; None for the ends and for W."""
@@ -151,16 +143,6 @@ class _Replay:
                 f"{', '.join(stuck)}; expected every action to find its input. The table was "
                 "changed by hand, or its messages are in another order than their sends."
             )
-
-
-def _lookup(
-    durations: Durations | Mapping[Action, float],
-) -> tuple[Callable[[Action], float], float]:
-    """Return the function of a computation's duration, and the duration of a message."""
-    if not isinstance(durations, Durations):
-        return durations.__getitem__, 0.0
-    of_kinds = durations.of_kinds()
-    return lambda action: of_kinds[action.kind], durations.message
 
 
 class IdleShare(NamedTuple):

@@ -154,29 +154,30 @@ class StagedModel:
 
     def own_buffers(self) -> dict[str, tuple[nn.Module, str, int]]:
         """Return by name the buffers that count on this rank: module, name in it, and stage."""
+        return {
+            path: (module, name, stage)
+            for path, module, name, _, stage in self._named_buffers()
+            if stage in self._rank_stages
+        }
+
+    def _named_buffers(self) -> Iterator[tuple[str, nn.Module, str, Tensor, int]]:
+        """Yield path, module, name in it, and stage of each buffer."""
         owners = buffer_stages(self._model, self.partition)
-        found = {}
         for path, module in self._model.named_modules():
             for name, buffer in module._buffers.items():
-                stage = None if buffer is None else owners[buffer][0]
-                if stage is not None and stage in self._rank_stages:
-                    found[f"{path}.{name}" if path else name] = module, name, stage
-        return found
+                if buffer is not None:
+                    full_name = f"{path}.{name}".lstrip(".")
+                    yield full_name, module, name, buffer, owners[buffer][0]
 
-    def other_buffers(self, stage: int) -> dict[str, tuple[nn.Module, str, Tensor]]:
+    def other_buffers(self, stage: int) -> dict[str, Tensor]:
         """Return by path other stages' buffers as one stage sees them, without followed ones."""
         assert self._shown is None
-        owners = buffer_stages(self._model, self.partition)
-        copies = {(id(one.home), one.name): one for one in self._stand_ins(stage)}
-        found = {}
-        for path, module in self._model.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is None or owners[buffer][0] == stage or self.is_followed(buffer):
-                    continue
-                copy = copies.get((id(module._buffers), name))
-                seen = buffer if copy is None else copy.other
-                found[f"{path}.{name}" if path else name] = module, name, seen
-        return found
+        copies = {(id(one.home), one.name): one.other for one in self._stand_ins(stage)}
+        return {
+            path: copies.get((id(module._buffers), name), buffer)
+            for path, module, name, buffer, owner in self._named_buffers()
+            if owner != stage and not self.is_followed(buffer)
+        }
 
     def is_followed(self, buffer: Tensor) -> bool:
         """Whether a buffer is the module's own and small: the last stage's steps change it."""
@@ -208,7 +209,16 @@ class StagedModel:
         if stage is None:
             return []
         if stage not in self._absent:
-            absent = self._absent_params(stage) | self._copied_buffers(stage)
+            absent: dict[Tensor, Tensor] = {
+                param: Placeholder.of(param, self._full_shapes[param], self._names[param])
+                for param, stages in self._param_stages.items()
+                if stage not in stages
+            }
+            absent |= {  # and copies of buffers
+                buffer: buffer.clone()
+                for buffer, (owner, *_) in buffer_stages(self._model, self.partition).items()
+                if owner != stage and owner in self._rank_stages and not self.is_followed(buffer)
+            }
             places = [place for place in self._homes if place[2] in absent]
             self._refuse_moved(places)
             self._absent[stage] = [
@@ -225,20 +235,6 @@ class StagedModel:
                 raise taken_out(
                     name, "stages of the pipeline that do not have it put a stand-in in its place"
                 )
-
-    def _absent_params(self, stage: int) -> dict[Tensor, Tensor]:
-        return {
-            param: Placeholder.of(param, self._full_shapes[param], self._names[param])
-            for param, stages in self._param_stages.items()
-            if stage not in stages
-        }
-
-    def _copied_buffers(self, stage: int) -> dict[Tensor, Tensor]:
-        return {
-            buffer: buffer.clone()
-            for buffer, (owner, *_) in buffer_stages(self._model, self.partition).items()
-            if owner != stage and owner in self._rank_stages and not self.is_followed(buffer)
-        }
 
     def set_hint(self, hint: Template | None) -> None:
         """Set the template of block 0 for blocks of its class that cannot run without values."""

@@ -109,7 +109,7 @@ class StepBuffers:
         if not self._has_last:
             return {}
         seen = self._model.other_buffers(self._last_stage)
-        return {path: tensor.clone() for path, (_, _, tensor) in seen.items()}
+        return {path: tensor.clone() for path, tensor in seen.items()}
 
     def _changed(self, watched: _Watched) -> dict[str, tuple[str, str, str]]:
         """Return by path the layer, its class and the name of each changed buffer."""
@@ -122,7 +122,7 @@ class StepBuffers:
     def _refuse_lost(self, own: Collection[str], others: Mapping[str, Tensor]) -> None:
         """Refuse changes by the last stage's steps of what only other stages' own changes count."""
         now = self._model.other_buffers(self._last_stage) if others else {}
-        theirs = [path for path in others if not _is_same(now[path][2], others[path])]
+        theirs = [path for path in others if not _is_same(now[path], others[path])]
         ranks = self._group.all_gather_object((list(own), theirs))
         theirs = [path for _, found in ranks for path in found]
         lost = sorted(set(theirs) - {path for found, _ in ranks for path in found})

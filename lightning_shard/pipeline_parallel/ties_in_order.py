@@ -20,10 +20,10 @@ from lightning_shard.backends.pending import Pending
 from lightning_shard.data_parallel.gradients.tree_sum import TreeSum
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.gradients import GradientStash, num_uses
-from lightning_shard.pipeline_parallel.messages import DTYPES
+from lightning_shard.pipeline_parallel.messages import packed, unpacked
 from lightning_shard.pipeline_parallel.schedules import Schedule
 
-_UNUSED = -1  # in the place of a format
+_DTYPE_BYTES = 64  # of a format, pickled; None for a gradient that is not there
 
 
 class TiesInOrder:
@@ -124,8 +124,7 @@ class TiesInOrder:
             self._here[param, stage, number] = grad
             return
         (group, ranks), tag = self._beside(param), self._tag(stage, number, param)
-        kind = _UNUSED if grad is None else DTYPES.index(grad.dtype)
-        sent = [torch.tensor([kind], device=self._device)]
+        sent = [packed(None if grad is None else grad.dtype, _DTYPE_BYTES, self._device)]
         sent += [] if grad is None else [grad.contiguous()]
         for one in sent:
             self._sending.append(group.send(one, ranks.index(peer), tag, async_op=True))
@@ -135,11 +134,10 @@ class TiesInOrder:
         if peer == self._rank:
             return self._here.pop((param, stage, number))
         (group, ranks), tag = self._beside(param), self._tag(stage, number, param)
-        kind = torch.empty(1, dtype=torch.int64, device=self._device)
+        kind = torch.empty(_DTYPE_BYTES, dtype=torch.uint8, device=self._device)
         group.recv(kind, ranks.index(peer), tag)
-        if kind.item() == _UNUSED:
+        if (dtype := unpacked(kind)) is None:
             return None
-        dtype = DTYPES[int(kind)]
         grad = torch.empty(self._shapes[param], dtype=dtype, device=self._device)
         group.recv(grad, ranks.index(peer), tag)
         return grad

@@ -139,7 +139,9 @@ def save_png(timeline: Timeline, path: str | Path, *, title: str = "") -> None:
     axes.set_yticks(range(len(timeline.rows)), list(idle), fontsize=7)
     axes.invert_yaxis()
     axes.set(title=title, xlabel=f"seconds; idle in all {timeline.idle_share:.1%}")
-    names, bars = _legend(axes)
+    known = [_APPEARANCES[kind] for kind in _COMPUTATIONS]
+    bars = [axes.broken_barh([], (0, 0), color=one.colour) for one in known]
+    names = [one.category for one in known]
     axes.legend(bars, names, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     figure.savefig(path, format="png", dpi=150)
 
@@ -172,13 +174,6 @@ def _draw_bars(axes: Any, timeline: Timeline, rank: int, row: tuple[Event, ...])
         return
     for event, (start, width) in zip(row, spans, strict=True):
         axes.text(start + width / 2, rank, str(event.action), ha="center", va="center", fontsize=5)
-
-
-def _legend(axes: Any) -> tuple[list[str], list[Any]]:
-    appearances = [_APPEARANCES[kind] for kind in _COMPUTATIONS]
-    return [appearance.category for appearance in appearances], [
-        axes.broken_barh([], (0, 0), color=appearance.colour) for appearance in appearances
-    ]
 
 
 def _named(kind: str, name: str, rank: int, thread: int) -> dict[str, Any]:

@@ -180,10 +180,11 @@ class Dealing:
                 f"torch DataLoader with a batch_size, of a dataset with a length, and no sampler "
                 f"of its own."
             )
-        dataset: Any = sampler.dataset
-        samples = range(len(dataset))
-        num_batches = len(BatchSampler(samples, batches.batch_size, batches.drop_last))
-        is_even = batches.drop_last or len(samples) % batches.batch_size == 0
+        of_one: DistributedSampler[Any] = DistributedSampler(
+            sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed
+        )
+        num_batches = len(BatchSampler(of_one, batches.batch_size, batches.drop_last))
+        is_even = batches.drop_last or len(of_one) % batches.batch_size == 0
         numbers = self._numbers(num_batches, is_even, batches.drop_last, is_training=is_training)
         kind = TRAINING if is_training else EVALUATION
         loader = copy.copy(loader)

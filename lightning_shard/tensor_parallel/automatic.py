@@ -66,6 +66,7 @@ _NOT_SUPPORTED = (
     "grouped_gemm",
     "ep_dispatch_experts",
 )
+_WITH_COUNT = {"packed_colwise": "packed_colwise(2)"}
 _QUERY, _KEYS = ("q_proj", "query"), ("k_proj", "v_proj", "key", "value")
 
 
@@ -201,9 +202,7 @@ class _LayerFinder:
                 self._failed.append((candidate, self._tried[key]))
         tried = self._tried[key]
         if tried.is_right:
-            for name, module in layers.items():
-                has_heads = candidate.counts_heads and name != candidate.out
-                self._plan(module, candidate.styles[name], has_heads=has_heads)
+            self._plan_layers(candidate)
             for name in tried.inner:
                 inner = candidate.owner.get_submodule(name)
                 self._plan(inner, STYLES["replicated_with_grad_allreduce"])
@@ -211,6 +210,11 @@ class _LayerFinder:
             self._untried.append(candidate)
         else:
             self._full.update(layers.values())
+
+    def _plan_layers(self, candidate: Candidate) -> None:
+        for name, module in _layers(candidate).items():
+            has_heads = candidate.counts_heads and name != candidate.out
+            self._plan(module, candidate.styles[name], has_heads=has_heads)
 
     def _is_given_biases(self, candidate: Candidate) -> bool:
         """Whether an attention may be called with a bias of each head that another module makes."""
@@ -240,8 +244,7 @@ class _LayerFinder:
         if any(layer in self.planned or self._is_full(layer) for layer in layers.values()):
             return
         if candidate.is_known and candidate.is_all and not candidate.is_attention:
-            for name, module in layers.items():
-                self._plan(module, candidate.styles[name])
+            self._plan_layers(candidate)
         else:
             self._full.update(layers.values())
 
@@ -352,17 +355,13 @@ def _fused(layers: Sequence[PlannedLayer]) -> Iterator[PlannedLayer]:
     taken: dict[str, set[int]] = {}
     for layer in layers:
         if layer.style.form == "rowwise":
-            taken.setdefault(_parent(layer), set()).add(linear_sizes(layer.module)[0])
+            taken.setdefault(layer.parent, set()).add(linear_sizes(layer.module)[0])
     for layer in layers:
         feeds = layer.style.form == "colwise" and not layer.style.full_output
         if feeds and not isinstance(layer.module, nn.Embedding):
             outputs = linear_sizes(layer.module)[1]
-            if layer.style.num_blocks > 1 or outputs not in taken.get(_parent(layer), {outputs}):
+            if layer.style.num_blocks > 1 or outputs not in taken.get(layer.parent, {outputs}):
                 yield layer
-
-
-def _parent(layer: PlannedLayer) -> str:
-    return layer.name.rpartition(".")[0]
 
 
 def own_plans(model: nn.Module, num_ranks: int) -> Iterator[PlannedLayer]:
@@ -396,12 +395,8 @@ def _own_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
         elif name == "moe_tp_experts":
             styles[pattern] = _experts(pattern, model.get_submodule(matching), plan)
         else:
-            styles[pattern] = style_of(_with_count(name), pattern)
+            styles[pattern] = style_of(_WITH_COUNT.get(name, name), pattern)
     return styles
-
-
-def _with_count(name: str) -> str:
-    return "packed_colwise(2)" if name == "packed_colwise" else name
 
 
 def _not_supported(model: nn.Module, pattern: str, style: str) -> ConfigError:
@@ -446,10 +441,10 @@ def _that_divide(layers: list[PlannedLayer], num_ranks: int) -> Iterator[Planned
         for layer in layers
         if is_taken_apart(layer.module) or not cuts_evenly(layer, num_ranks)
     ]
-    owners = {layer.name.rpartition(".")[0] for layer in full}
+    owners = {layer.parent for layer in full}
     weights = {param for layer in full for param in layer.module.parameters()}
     for layer in layers:
-        is_beside = layer.name.rpartition(".")[0] in owners
+        is_beside = layer.parent in owners
         if not is_beside and weights.isdisjoint(layer.module.parameters()):
             yield layer
 

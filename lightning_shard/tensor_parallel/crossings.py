@@ -89,6 +89,7 @@ class Crossings:
         self._group, self._sequence_parallel = group, sequence_parallel
         self._around_dropout = set(around_dropout)
         self._entrance = Entrance(group)
+        self.forget = self._entrance.forget
         self._randomness = RegionRandomness(group)
         self.outside = self._randomness.outside
 
@@ -115,7 +116,7 @@ class Crossings:
         if style.form == "shared":
             return partial(self._one_of_each_head, style.num_blocks)
         if style.form == "colwise":
-            return lambda tensor: full_tensor(from_local(tensor, self._group, -1, style.num_blocks))
+            return lambda tensor: full_tensor(self._wide(style, tensor))
         return self._crossing(reduce_from_region)
 
     def _narrow(self, style: Style) -> Crossing:
@@ -124,7 +125,7 @@ class Crossings:
             return self._leave(style)
         own = partial(self._own_features_of, style)
         if style.lazy_output:
-            return lambda tensor: from_local(own(tensor), self._group, -1, style.num_blocks)
+            return lambda tensor: self._wide(style, own(tensor))
         return _unchanged if style.full_output else own
 
     def _one_of_each_head(self, num_heads: int, own: Tensor) -> Tensor:
@@ -133,23 +134,19 @@ class Crossings:
         copies: Tensor = gather_copies(own, -1, group).unflatten(-1, (group.size, -1))  # type: ignore[no-untyped-call]
         return copies[..., :: group.size // num_heads, :].flatten(-2)
 
-    def forget(self) -> None:
-        """Let go of the activation that entered last, and of the graph behind it."""
-        self._entrance.forget()
-
     def _with_randomness(
         self, layer: PlannedLayer, enter: Crossing, leave: Crossing
     ) -> tuple[Crossing, Crossing]:
         """Let random numbers be those of the region from its first layer to its last."""
-        module, style = layer.module, layer.style
+        module, style, random = layer.module, layer.style, self._randomness
         if style.form in COMPUTED_ALIKE:
             if module in self._around_dropout:
-                leave = self._randomness.starting(module, leave)
-            return (enter if style.full_input else self._randomness.leaving(enter)), leave
+                leave = partial(random.starting, module, leave)
+            return (enter if style.full_input else partial(random.leaving, enter)), leave
         if module in self._around_dropout:
-            enter = self._randomness.entering(module, enter)
+            enter = partial(random.entering, module, enter)
         if style.form in ("rowwise", "attention", "experts"):
-            leave = self._randomness.leaving(leave)
+            leave = partial(random.leaving, leave)
         return enter, leave
 
     def _enter(self, module: nn.Module, style: Style) -> Crossing:
@@ -170,7 +167,7 @@ class Crossings:
             is_full = style.full_output or style.lazy_output
             return _unchanged if is_full else partial(self._own_features_of, style)
         if style.lazy_output:
-            return lambda tensor: from_local(tensor, self._group, -1, style.num_blocks)
+            return partial(self._wide, style)
         if style.form == "shared":
             return _unchanged
         if style.form == "colwise":
@@ -179,6 +176,10 @@ class Crossings:
             leave = leave_in_slices if self._sequence_parallel else reduce_from_region
             return self._crossing(leave)
         return self._crossing(reduce_scatter_from_region, -1)
+
+    def _wide(self, style: Style, own: Tensor) -> Tensor:
+        """Let this rank's features look full."""
+        return from_local(own, self._group, -1, style.num_blocks)
 
     def _own_features_of(self, style: Style, result: Tensor) -> Tensor:
         """Take this rank's features of what every rank has computed."""

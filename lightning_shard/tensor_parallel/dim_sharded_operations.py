@@ -25,7 +25,7 @@ gradient needs no exchange at all.
 Source: Megatron-LM, arXiv:1909.08053, section 3.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -41,6 +41,8 @@ from lightning_shard.core.states import Asker, asker, having
 from lightning_shard.core.tensor_calls import (
     GET_DATA,
     OF_OBJECT,
+    Function,
+    Kwargs,
     found_in,
     functions,
     map_only,
@@ -190,25 +192,21 @@ class _CrossEntropy(torch.autograd.Function):
         return result.to(logits.dtype), None, None, None, None, None
 
 
-Rule = Callable[..., Any]
+Rule = Function
 
 
-def on_parts(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def on_parts(func: Function, args: Any, kwargs: Kwargs) -> Any:
     """Do an operation by its rule; return NotImplemented where no rule fits the call."""
     name = getattr(func, "__name__", "")
-    rule = _own_rules((args, kwargs)).get(name) or _RULES.get(name)
-    if rule is None:
+    kind: Any = next((one._part for one in found_in(DimShardedTensor, (args, kwargs))), Part)
+    rule = kind.own_rules.get(name) or _RULES.get(name)
+    if rule is None or not (kind.computes or name in _WITHOUT_ELEMENTS):
         return NotImplemented
     try:
         _signature(rule).bind(func, *args, **kwargs)
     except TypeError:
         return NotImplemented
     return rule(func, *args, **kwargs)
-
-
-def _own_rules(operands: Any) -> Mapping[str, Rule]:
-    """Return the rules of the first sharded tensor's own kind of part."""
-    return next((one._part.own_rules for one in found_in(DimShardedTensor, operands)), {})
 
 
 @cache
@@ -235,11 +233,8 @@ def _property(func: Any, sharded: Any, *value: Any) -> Any:
     result = func(part.local, *given)
     widen: Rule = part.wide_gradient if is_gradient else part.widen
     # A gradient whose elements lie on several ranks knows them all.
-    return result if _is_of_all_ranks(result) else widen(result)
-
-
-def _is_of_all_ranks(value: Any) -> bool:
-    return isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter)
+    knows_all = isinstance(result, Tensor) and type(result) not in (Tensor, nn.Parameter)
+    return result if knows_all else widen(result)
 
 
 def _method_of_part(func: Any, sharded: Any, *args: Any, **kwargs: Any) -> Any:
@@ -377,8 +372,7 @@ def reduced(func: Any, sharded: Any, dim: Any = None, *args: Any, **kwargs: Any)
     if not places or part.dim in places or "out" in kwargs:
         return NotImplemented
     result = func(part.local, dim, *args, **kwargs)
-    is_kept = result.ndim == sharded.ndim
-    return part.widen(result, part.dim - (0 if is_kept else sum(p < part.dim for p in places)))
+    return shapes.widened(part, result, places)
 
 
 def _dropout(
@@ -530,10 +524,13 @@ def named(rule: Rule, names: str) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
 
+_WITHOUT_ELEMENTS = named(_property, "__get__ __set__") | named(
+    _method_of_part,
+    "requires_grad_ retain_grad is_contiguous new_empty new_zeros new_ones new_full new_tensor",
+)
 _RULES: dict[str, Rule] = {
-    **named(_property, "__get__ __set__"),
-    **named(_method_of_part, "requires_grad_ detach_ retain_grad is_contiguous"),
-    **named(_method_of_part, "new_empty new_zeros new_ones new_full new_tensor"),
+    **_WITHOUT_ELEMENTS,
+    "detach_": _method_of_part,
     **named(_backward, "backward"),
     **named(_grad, "grad"),
     **named(_register_hook, "register_hook"),
@@ -570,11 +567,6 @@ _RULES: dict[str, Rule] = {
     **named(shapes.getitem, "__getitem__"),
     **named(_cross_entropy, "cross_entropy"),
 }
-
-
-def names_of_rules() -> frozenset[str]:
-    """Return the names of the operations that have a rule."""
-    return frozenset(_RULES)
 
 
 _OF_GRADIENTS = functions("grad grad=")

@@ -8,7 +8,7 @@ A rule moves no elements between ranks: where the result's parts would be others
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -169,6 +169,15 @@ def along(func: Any, sharded: Any, dim: Any = None, *args: Any, **kwargs: Any) -
     return part.widen(func(part.local, dim, *args, **kwargs))
 
 
+def widened(part: Part, result: Any, dims: Collection[int]) -> Any:
+    """Return results along other dimensions, which they may have kept or not, as wider tensors."""
+    if isinstance(result, Tensor):
+        is_kept = result.ndim == part.local.ndim
+        return part.widen(result, part.dim - (0 if is_kept else sum(d < part.dim for d in dims)))
+    both = [widened(part, one, dims) for one in result]
+    return tuple(both) if type(result) in (tuple, list) else type(result)(both)
+
+
 def as_pairs(func: Any, sharded: Any) -> Any:
     """Read pairs of the last dimension as complex numbers, or the other way."""
     part: Part = sharded.part
@@ -189,7 +198,10 @@ def joined(func: Any, tensors: Any, dim: int = 0) -> Any:
     if (place == part.dim and not is_stack) or any(one.ndim != part.local.ndim for one in given):
         return NotImplemented
     own = [
-        part.split(one, part.dim) if _can_be_cut(one, part) else part.operand(one) for one in given
+        part.operand(one)
+        if _is_sharded(one) or one.shape[part.dim] != part.width
+        else part.split(one, part.dim)
+        for one in given
     ]
     if any(one is NotImplemented or one.shape[part.dim] != own[0].shape[part.dim] for one in own):
         return NotImplemented
@@ -198,10 +210,6 @@ def joined(func: Any, tensors: Any, dim: int = 0) -> Any:
 
 def _is_sharded(value: Any) -> bool:
     return isinstance(value, DimShardedTensor)
-
-
-def _can_be_cut(value: Tensor, part: Part) -> bool:
-    return not _is_sharded(value) and value.shape[part.dim] == part.width
 
 
 def getitem(func: Any, sharded: Any, index: Any) -> Any:

@@ -38,6 +38,8 @@ from lightning_shard.core.tensor_calls import (
     OF_SHAPE,
     SET_DATA,
     Exchanged,
+    Function,
+    Kwargs,
     changed_by,
     found_in,
     functions,
@@ -72,10 +74,12 @@ class Part:
         num_blocks: Number of equal blocks along `dim`, of each of which a rank has 1 / W.
         weight: The parameter that a step reads, or has computed this from; None if it is unknown.
         own_rules: Rules by operation that go before those of `dim_sharded_operations`.
+        computes: Whether operations are done on it, and not only what needs no elements.
         has_own_rows: Whether each rank computes its rows of a result, with the same parameters.
     """
 
-    own_rules: ClassVar[Mapping[str, Callable[..., Any]]] = {}
+    own_rules: ClassVar[Mapping[str, Function]] = {}
+    computes: ClassVar[bool] = True
     has_own_rows: ClassVar[bool] = False
 
     local: Tensor
@@ -129,7 +133,7 @@ class Part:
             return self.split(value, self.dim)
         return self._by_block(own_slice, value, self.dim)
 
-    def note_gather(self, func: Callable[..., Any]) -> None:
+    def note_gather(self, func: Function) -> None:
         """Hear of an operation that needs the full tensor."""
 
     def wide_gradient(self, local: Any) -> Any:
@@ -230,7 +234,7 @@ class DimShardedTensor(Tensor):
     _part: Part
     _link: "_Link"
     _shown: Tensor
-    on_parts: ClassVar[Callable[..., Any]]
+    on_parts: ClassVar[Function]
     """Does an operation by a rule of `dim_sharded_operations`, which registers this here."""
 
     @property
@@ -278,7 +282,7 @@ class DimShardedTensor(Tensor):
     @untraced  # traced by dynamo, `numel()` of a sharded tensor became the tensor itself
     @having(asker, value=Asker.ENGINE)
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Function, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Do an operation on the part where a rule allows it, else on the gathered full tensor."""
         kwargs = dict(kwargs or {})
@@ -356,7 +360,7 @@ def _gather_detached(sharded: DimShardedTensor) -> Tensor:
     return sharded.part.gather_detached()
 
 
-def _on_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _on_full(func: Function, args: Any, kwargs: Kwargs) -> Any:
     """Gather and go on with plain tensors; written values go back into the part."""
     if name_of(func) in MOVES_MEMORY:
         raise memory_refused(func, args[0], "each rank of a layer has a part of it")
@@ -383,7 +387,7 @@ def _on_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     return _shown(result, shown)
 
 
-def _refuse_aliases(func: Callable[..., Any], args: Sequence[Any]) -> None:
+def _refuse_aliases(func: Function, args: Sequence[Any]) -> None:
     """Raise where another tensor, which would be given a copy, is to lie in a weight's memory."""
     if func != SET_DATA or isinstance(args[0], nn.Parameter):
         return
@@ -402,7 +406,7 @@ def _is_of_leaf(local: Tensor) -> bool:
     return local.is_leaf or (local._base is not None and local._base.is_leaf)
 
 
-def _with_gradients(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _with_gradients(func: Function, args: Any, kwargs: Kwargs) -> Any:
     """Compute with averaged gradients, whose elements may lie on ranks beyond those of the parts.
 
     weight.sub_(0.1 * weight.grad), (weight * weight.grad).sum()     with the full gradient
@@ -475,7 +479,7 @@ class ViewOfGathered(Tensor):
     @untraced
     @having(asker, value=Asker.ENGINE)
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Function, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Do an operation on plain tensors, as they are now, and take over what it has written."""
         kwargs = dict(kwargs or {})
@@ -502,13 +506,13 @@ class ViewOfGathered(Tensor):
         return plain.returned(result) if targets else _shown(result, homes)
 
 
-def _writes_several(func: Callable[..., Any], args: Any) -> bool:
+def _writes_several(func: Function, args: Any) -> bool:
     """Whether an operation changes the tensors of a list, of which one may be a view of another."""
     is_of_list = name_of(func).startswith("foreach") and bool(args)
     return is_of_list and writes(func) and len(args[0]) > 1
 
 
-def _in_turn(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _in_turn(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Change each tensor of a list by itself, in their order."""
     for index in range(len(args[0])):
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,28 +36,32 @@ _VIEW = "_lightning_shard_view"
 _TORCH_HAS = frozenset(vars(nn.Module()))
 
 
-class WeightView(Protocol):
-    """Says what is seen of a module's weights."""
+@dataclass(kw_only=True)
+class WeightView(SharedByCopies):
+    """Says what is seen of a layer's weights: `names` are those of which it says it, with how."""
 
-    @property
-    def names(self) -> Mapping[str, Any]:
-        """By name, how each parameter is shared of which this says it."""
+    why: ClassVar[str]  # a parameter of the layer cannot be taken out
+    layer: str
+    names: Mapping[str, Any]
 
     def held(self, name: str, params: Mapping[str, Any]) -> Any:
-        """Return what a module holds under a parameter's name, which may have been taken out."""
+        """Return what the layer holds under a parameter's name, which may have been taken out."""
+        if name not in params:
+            raise taken_out(f"{self.layer}.{name}", self.why)
+        return params[name]
 
     def of(self, name: str, tensor: Tensor) -> Tensor:
         """Return a parameter as the code that reads it now sees it."""
+        raise NotImplementedError
 
 
-@dataclass
-class FullView(SharedByCopies):
+@dataclass(kw_only=True)
+class FullView(WeightView):
     """Shows the full shapes of a layer's weights to code outside of the layer during a step."""
 
+    why = "ranks that share the layer have parts of it"
     widen: Callable[[Any, Tensor], Tensor]
-    names: Mapping[str, Any]
     narrow: Callable[[Any, Tensor], Tensor]
-    layer: str
     is_own: bool = False
 
     def of(self, name: str, tensor: Tensor) -> Tensor:
@@ -66,10 +70,6 @@ class FullView(SharedByCopies):
             return tensor
         with having(asker, Asker.ENGINE):
             return showing(self.widen(self.names[name], tensor), tensor)
-
-    def held(self, name: str, params: Mapping[str, Any]) -> Any:
-        """Return what a layer holds under a parameter's name."""
-        return held(f"{self.layer}.{name}", params, "ranks that share the layer have parts of it")
 
     def given(self, params: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the parts, by name, of what `functional_call` has put there and looks full."""
@@ -145,14 +145,6 @@ class ViewsOfKeptParameters:
             for name, param in vars(module)["_parameters"].items()
             if name in view.names and (by_hand or param in kept)
         ]
-
-
-def held(path: str, params: Mapping[str, Any], why: str) -> Any:
-    """Return what a module holds under the last name of a path; `why` it cannot be taken out."""
-    name = path.rpartition(".")[-1]
-    if name not in params:
-        raise taken_out(path, why)
-    return params[name]
 
 
 def view_of(module: nn.Module) -> WeightView | None:

@@ -75,18 +75,13 @@ def count_heads(
     model: nn.Module, layers: Sequence[PlannedLayer], num_ranks: int, attributes: Attributes
 ) -> dict[nn.Module, list[PlannedLayer]]:
     """Tell the modules whose projections are split how many heads there are on each rank."""
-    parents = {
-        f"{path}.{name}".lstrip("."): parent
-        for path, parent in model.named_modules()
-        for name, _ in parent.named_children()
-    }
     split: dict[nn.Module, list[PlannedLayer]] = {}
     for layer in layers:
         linear = wrapped_linear(layer.module) or layer.module
         if is_transposed(linear) and layer.style.form == "colwise":
             _narrow(linear, ("nf",), num_ranks, attributes)
         if not layer.style.full_output or not layer.style.full_input:
-            split.setdefault(parents[layer.name], []).append(layer)
+            split.setdefault(model.get_submodule(layer.parent), []).append(layer)
     told = {
         parent: own
         for parent, own in split.items()
@@ -113,11 +108,10 @@ def _check_whole_heads(parent: nn.Module, layer: PlannedLayer, num_ranks: int) -
         return
     num_heads = linear_sizes(layer.module)[1] // width
     if num_heads % num_ranks:
-        fitting = [str(n) for n in range(1, num_heads + 1) if num_heads % n == 0]
         raise ConfigError(
             f"{layer.name} has {num_heads} heads of {width}, which {num_ranks} ranks cannot share; "
-            f"expected a tensor_parallel_size of {', '.join(fitting)}, or, of keys and values, the "
-            f"style 'shared_heads({num_heads})' with a multiple of {num_heads} ranks."
+            f"expected a tensor_parallel_size of {_divisors(num_heads)}, or, of keys and values, "
+            f"the style 'shared_heads({num_heads})' with a multiple of {num_heads} ranks."
         )
 
 
@@ -137,12 +131,15 @@ def _narrow(
         if not isinstance(width, int) or isinstance(width, bool):
             continue
         if width % num_ranks:
-            fitting = [str(n) for n in range(1, width + 1) if width % n == 0]
             raise ConfigError(
                 f"{type(module).__name__}.{name} is {width}, which {num_ranks} ranks cannot "
-                f"share; expected a tensor_parallel_size of {', '.join(fitting)}."
+                f"share; expected a tensor_parallel_size of {_divisors(width)}."
             )
         attributes.set(module, name, width // num_ranks)
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(one) for one in range(1, number + 1) if number % one == 0)
 
 
 def _has_heads(parent: nn.Module, layers: Sequence[PlannedLayer], layer: PlannedLayer) -> bool:

@@ -84,6 +84,14 @@ def heads_of(features: Tensor, width: int) -> Tensor:
     return features.view(*features.shape[:-1], -1, width).transpose(1, 2)
 
 
+def projections(
+    fused: Tensor | None, apart: tuple[Any, Any, Any], bias: Tensor | None
+) -> list[tuple[Any, Any]]:
+    """Return weight and bias of queries, keys and values, which are fused or `apart`."""
+    biases = (None,) * 3 if bias is None else bias.chunk(3)
+    return list(zip(apart if fused is None else fused.chunk(3), biases, strict=True))
+
+
 def added_masks(
     query: Tensor,
     attn_mask: Tensor | None,
@@ -119,10 +127,19 @@ def additive_mask(mask: Tensor, query: Tensor) -> Tensor:
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask, -math.inf)
 
 
-def attend_with_weights(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
-) -> tuple[Tensor, Tensor]:
-    """Attend, and return each head's weights (B, heads, T, S) besides."""
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    *,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend, and return each head's weights (B, heads, T, S) besides, if they are asked for."""
+    if not need_weights:
+        options: Any = {"attn_mask": mask, "dropout_p": dropout}
+        return F.scaled_dot_product_attention(query, key, value, **options), None
     scores = (query / math.sqrt(query.shape[-1])) @ key.transpose(-2, -1)  # (B, heads, T, S)
     weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
     return weights @ value, weights
@@ -151,7 +168,6 @@ class Watched:
 class LayerContext(SharedByCopies):
     """The context in which a layer of the split model computes."""
 
-    rank: int
     enter: Crossing
     leave: Crossing
     group: Collectives
@@ -227,7 +243,7 @@ class _Vocab(_Watched):
     @_with_own_weights
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
         place: LayerContext = getattr(self, _PLACE)
-        first = place.rank * self.weight.shape[0]
+        first = place.group.rank * self.weight.shape[0]
         local = input - first
         is_on_other_ranks = (local < 0) | (local >= self.weight.shape[0])
         padding = None if self.padding_idx is None else self.padding_idx - first
@@ -259,19 +275,21 @@ class _Attention(_Watched):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif not self.batch_first:
             query, key, value = _transposed(query, key, value)
-        projections = zip((query, key, value), _weights(self), _biases(self), strict=True)
+        apart = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        layers = projections(self.in_proj_weight, apart, self.in_proj_bias)
         q, k, v = (  # each (B, heads / W, T or S, head width)
-            heads_of(_projected(place.enter(one), weight, bias), self.head_dim)
-            for one, weight, bias in projections
+            heads_of(_projected(place.enter(one), *layer), self.head_dim)
+            for one, layer in zip((query, key, value), layers, strict=True)
         )
-        mask = added_masks(q, attn_mask, key_padding_mask, place.rank, place.group.size)
+        mask = added_masks(q, attn_mask, key_padding_mask, place.group.rank, place.group.size)
         dropout = self.dropout if self.training else 0.0
-        weights = None
-        if need_weights:
-            mixed, weights = attend_with_weights(q, k, v, mask, dropout)
-            weights = _of_all_heads(place, weights, average=average_attn_weights)
-        else:
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        mixed, weights = attend(q, k, v, mask, dropout, need_weights=need_weights)
+        if weights is not None:
+            weights = (  # of all ranks' heads: their mean, or each head's own
+                reduce_from_region(weights.mean(1) / place.group.size, place.group)
+                if average_attn_weights
+                else gather_copies(weights, 1, place.group)
+            )
         output = place.leave(self.out_proj.without_bias(mixed.transpose(1, 2).flatten(2)))
         if self.out_proj.bias is not None:
             output = output + self.out_proj.bias
@@ -290,23 +308,6 @@ def _transposed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     return first, second, third
 
 
-def _weights(module: Any) -> tuple[Tensor, ...]:
-    if module.in_proj_weight is not None:
-        return tuple(module.in_proj_weight.chunk(3))
-    return module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
-
-
-def _biases(module: Any) -> tuple[Tensor | None, ...]:
-    return (None,) * 3 if module.in_proj_bias is None else tuple(module.in_proj_bias.chunk(3))
-
-
-def _of_all_heads(place: LayerContext, weights: Tensor, *, average: bool) -> Tensor:
-    """Return the attention weights of all ranks' heads: their mean, or each head's own."""
-    if average:
-        return reduce_from_region(weights.mean(1) / place.group.size, place.group)
-    return gather_copies(weights, 1, place.group)
-
-
 def _projected(entered: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     with saved_as_slice(entered):
         return F.linear(entered, weight, bias)
@@ -323,7 +324,7 @@ class _Shared(_Watched):
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
         place: LayerContext = getattr(self, _PLACE)
         width = self.weight.shape[0] // place.num_heads
-        first = place.rank * place.num_heads // place.group.size * width
+        first = place.group.rank * place.num_heads // place.group.size * width
         own = slice(first, first + width)
         # The copies' gradients are summed over the ranks, each of which knows those of its head.
         weight = copy_to_region(self.weight, place.group)[own]

@@ -32,6 +32,11 @@ class PlannedLayer:
     pattern: str
     has_heads: bool | None = None
 
+    @property
+    def parent(self) -> str:
+        """Path of the module that has the layer."""
+        return self.name.rpartition(".")[0]
+
 
 def match_plan(
     model: nn.Module, plan: Mapping[str, Any], *, is_own: bool = False

@@ -68,6 +68,9 @@ class TrialResult:
         return f"{reason}, which raised {self.cause}" if self.cause else reason
 
 
+_WRONG = TrialResult(is_right=False)
+
+
 def try_out(candidate: Candidate, num_ranks: int) -> TrialResult:
     """Run a candidate's layers unsplit, and in as many parts as there are ranks."""
     layers = [candidate.owner.get_submodule(name) for name in candidate.styles]
@@ -130,12 +133,8 @@ class _CannotRunError(Exception):
     """The owner raises on activations, which is the cause of this."""
 
 
-class _NotCalledOnceError(Exception):
-    """The owner uses a layer's weight by itself, or the layer for several things."""
-
-
-class _GatheredError(Exception):
-    """A sharded tensor was gathered."""
+class _WrongSplitError(Exception):
+    """A layer's weight is used by itself, a layer several times, or a sharded tensor gathered."""
 
 
 @dataclass(frozen=True)
@@ -177,13 +176,10 @@ class _Run:
             results.append(result)
             return result.clone() if stand_in is None else stand_in.clone()
 
-        handle = owner.get_submodule(call.out).register_forward_hook(TracedHook(keep))
-        try:
+        with owner.get_submodule(call.out).register_forward_hook(TracedHook(keep)):
             given = owner(*args)
-        finally:
-            handle.remove()
         if len(results) != 1:
-            raise _NotCalledOnceError
+            raise _WrongSplitError
         (self.result,) = results
         leaves = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         self.given = [leaf.detach() for leaf in leaves]
@@ -250,8 +246,8 @@ class _Trial:
             return TrialResult(is_right=True, inner=inner)
         except _CannotRunError as error:
             return TrialResult(is_right=None, cause=_quoted(error.__cause__))
-        except (_NotCalledOnceError, _GatheredError):
-            return TrialResult(is_right=False)
+        except _WrongSplitError:
+            return _WRONG
         except Exception as error:  # the owner knows another way how wide its layers are
             return TrialResult(is_right=False, cause=_quoted(error))
 
@@ -282,7 +278,7 @@ class _Trial:
             widths = [self._width, *[None if missing else self._width] * others]
             try:
                 return _Call(self._owner, self.candidate.out, widths, shape).run()
-            except _NotCalledOnceError:
+            except _WrongSplitError:
                 raise
             except Exception as error:
                 raised.append(error)
@@ -308,7 +304,7 @@ def _compare(full: _Run, parts: Sequence[_Run], candidate: Candidate) -> TrialRe
         for part in parts
     )
     if not (follows and _is_same(total, full.result.detach())):
-        return TrialResult(is_right=False)
+        return _WRONG
     return _compare_gradients(full, parts, list(candidate.styles))
 
 
@@ -317,7 +313,7 @@ def _compare_gradients(full: _Run, parts: Sequence[_Run], layers: Sequence[str])
     _, expected = full.gradients(layers)
     found = [part.gradients(layers) for part in parts]
     if any(grad.any() for inputs, _ in found for grad in inputs):
-        return TrialResult(is_right=False)  # one leaves past the entrance
+        return _WRONG  # one leaves past the entrance
     inner: list[str] = []
     largest = max((grad.abs().max().item() for grad in expected.values()), default=0.0)
     for name, grad in expected.items():
@@ -325,7 +321,7 @@ def _compare_gradients(full: _Run, parts: Sequence[_Run], layers: Sequence[str])
         if not summed.any():
             continue
         if not _is_same(summed, grad, _ROUNDING * largest):
-            return TrialResult(is_right=False)  # used between the layers and elsewhere
+            return _WRONG  # used between the layers and elsewhere
         inner.append(name.rpartition(".")[0])
     return TrialResult(is_right=True, inner=tuple(dict.fromkeys(inner)))
 
@@ -367,7 +363,7 @@ class Alone:
     def all_gather(self, output: Tensor, tensor: Tensor) -> "Alone":
         """Give no gradient; forward, refuse: what has to be gathered is better left full."""
         if not in_backward():
-            raise _GatheredError
+            raise _WrongSplitError
         output.zero_()
         return self
 
@@ -448,7 +444,7 @@ def _look(layer: PlannedLayer) -> Any:
 
 def _try_wrapper(layer: PlannedLayer, num_ranks: int, *, has_layer: bool) -> TrialResult:
     if not has_layer:
-        return TrialResult(is_right=False)
+        return _WRONG
     width = linear_sizes(layer.module)[0]
     values = torch.randn(2, 6, width, generator=torch.Generator().manual_seed(1))
     style = "rowwise" if layer.style.form == "rowwise" else "colwise"

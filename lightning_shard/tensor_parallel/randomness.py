@@ -33,24 +33,15 @@ class RegionRandomness:
         self._seed = 0
         self._begun = self._common = self._undrawn = _NO_STATE
 
-    def entering(self, module: nn.Module, enter: Crossing) -> Crossing:
-        """Return `enter`, which then begins the region's stream where `module` is training."""
+    def entering(self, module: nn.Module, enter: Crossing, tensor: Tensor) -> Tensor:
+        """Begin the region's stream where `module` is training, then `enter`."""
+        self._begin(module, tensor.device)
+        return enter(tensor)
 
-        def crossing(tensor: Tensor) -> Tensor:
-            if module.training:
-                self._begin(tensor.device)
-            return enter(tensor)
-
-        return crossing
-
-    def leaving(self, leave: Crossing) -> Crossing:
-        """Return `leave`, which then goes back to the common stream."""
-
-        def crossing(tensor: Tensor) -> Tensor:
-            self._end(tensor.device)
-            return leave(tensor)
-
-        return crossing
+    def leaving(self, leave: Crossing, tensor: Tensor) -> Tensor:
+        """Go back to the common stream, then `leave`."""
+        self._end(tensor.device)
+        return leave(tensor)
 
     @contextmanager
     def outside(self, tensor: Tensor) -> Iterator[None]:
@@ -71,20 +62,16 @@ class RegionRandomness:
                     self._undrawn = after
             generator.set_state(own)
 
-    def starting(self, module: nn.Module, leave: Crossing) -> Crossing:
-        """Return `leave`, after which the region's stream begins where `module` is training."""
+    def starting(self, module: nn.Module, leave: Crossing, tensor: Tensor) -> Tensor:
+        """Begin the region's stream after `leave`, where `module` is training."""
+        result = leave(tensor)
+        self._begin(module, result.device)
+        return result
 
-        def crossing(tensor: Tensor) -> Tensor:
-            result = leave(tensor)
-            if module.training:
-                self._begin(result.device)
-            return result
-
-        return crossing
-
-    def _begin(self, device: torch.device) -> None:
+    def _begin(self, module: nn.Module, device: torch.device) -> None:
         generator = _generator(device)
-        if self._is_within(generator):  # the second of several layers that enter together
+        # Within it is the second of several layers that enter together.
+        if not module.training or self._is_within(generator):
             return
         self._undrawn = torch.get_rng_state()
         self._seed = _own_seed(self._group)
@@ -128,7 +115,7 @@ def layers_around_dropout(model: nn.Module, layers: Sequence[PlannedLayer]) -> I
         begins = style.form in ("attention", "experts", "shared") or (
             style.form in ("colwise", "unsplit", "unsplit_shared") and not style.full_output
         )
-        if begins and _drops(model.get_submodule(layer.name.rpartition(".")[0])):
+        if begins and _drops(model.get_submodule(layer.parent)):
             yield layer.module
 
 

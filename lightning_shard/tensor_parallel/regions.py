@@ -15,7 +15,7 @@ differentiated once more. A placeholder has no elements: it passes without a mes
 Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from lightning_shard.core.placeholders import is_placeholder
 from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.data_parallel.views.transforms import OF_RANKS, refuse_transforms
 
+Exchanging = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 PASSES_ON = "cross_with_part"
 """Method of a tensor of which each rank of another group has a part: that part crosses instead."""
 
@@ -76,15 +77,6 @@ def split_to_region(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
 def scale_gradient(tensor: Tensor, factor: float, group: Collectives) -> Tensor:
     """Pass an activation on, and its gradient times `factor`."""
     return _apply("scale", tensor, factor, group)
-
-
-def scaled_crossing(grad: Tensor, factor: float, group: Collectives) -> Tensor:
-    """Return a gradient times `factor`, where it leaves the side on which gradients are so scaled.
-
-    What is differentiated by it is scaled the other way there, so that its own gradient is passed
-    on as it is.
-    """
-    return _crossed("scaled", grad, factor, group)
 
 
 def all_reduced(tensor: Tensor, group: Collectives) -> Tensor:
@@ -150,6 +142,23 @@ class _Crossing(torch.autograd.Function):
         return None, grad, *(None for _ in ctx.args)
 
 
+class Exchange(torch.autograd.Function):
+    """Exchanges tensors together, as one operation; the gradients go back the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, there: Exchanging, back: Exchanging, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Exchange in one direction."""
+        ctx.ways = back, there
+        return there(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Exchange gradients in the other one."""
+        return None, None, *Exchange.apply(*ctx.ways, *grads)  # type: ignore[no-untyped-call]
+
+
 def _passed(tensor: Tensor, *_: Any) -> Tensor:
     return tensor.view_as(tensor)
 
@@ -177,7 +186,8 @@ _CROSSINGS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "reduce_scatter": (reduce_scattered, partial(_crossed, "gather")),
     "gather_copies": (all_gathered, partial(_crossed, "split")),
     "split": (_taken, partial(_crossed, "gather_copies")),
-    "scale": (_passed, scaled_crossing),
+    "scale": (_passed, partial(_crossed, "scaled")),
+    # What is differentiated by a gradient so scaled is scaled the other way where it comes from.
     "scaled": (_scaled, partial(_crossed, "scale")),
 }
 """Forward and backward of each crossing."""

@@ -18,6 +18,7 @@ themselves are not while it is cut: they would be cut between their own blocks.
 import copy
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -137,10 +138,6 @@ def unrounded(module: nn.Module) -> None:
 
 def product_without_bias(module: Any, forward: Any, x: Tensor) -> Tensor:
     """Return what a layer's own forward makes of an input without the bias."""
-    params = module.__dict__["_parameters"]
-    bias, params["bias"] = params.get("bias"), None
-    try:
+    with patch.dict(module.__dict__["_parameters"], bias=None):
         result: Tensor = forward(x)
-        return result
-    finally:
-        params["bias"] = bias
+    return result

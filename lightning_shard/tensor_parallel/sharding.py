@@ -50,12 +50,6 @@ class Sharding:
         shape[self.dim] = sum(self.local_blocks)
         return tuple(shape)
 
-    def full_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the full tensor whose shards have `local_shape`."""
-        shape = list(local_shape)
-        shape[self.dim] = sum(self.blocks)
-        return tuple(shape)
-
     def shard(self, full: Tensor, index: int) -> Tensor:
         """Return rank `index`'s shard, contiguous and in memory of its own."""
         blocks = full.split(self.blocks, dim=self.dim)  # type: ignore[no-untyped-call]

@@ -18,7 +18,7 @@ that takes them.
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -352,7 +352,7 @@ class SplitModel(ModelSplit):
         for param, sharding in self.shardings.items():
             param.data = sharding.shard(param.data, group.rank)
         for layer in self._layers:
-            self._split(layer, model.get_submodule(layer.name.rpartition(".")[0]))
+            self._split(layer, model.get_submodule(layer.parent))
         for module, name, value in fast_paths(model):
             self._attributes.set(module, name, value)
         self._copies = Copies()
@@ -418,7 +418,6 @@ class SplitModel(ModelSplit):
         module, style = layer.module, layer.style
         enter, leave = self._crossings.of(layer)
         place = LayerContext(
-            rank=self.group.rank,
             enter=enter,
             leave=leave,
             group=self.group,
@@ -445,7 +444,7 @@ class SplitModel(ModelSplit):
             for name, param in module._parameters.items()
             if param in self.shardings
         }
-        return FullView(self._look, seen, self._part, name)
+        return FullView(widen=self._look, names=seen, narrow=self._part, layer=name)
 
     def _look(self, how: tuple[Sharding, torch.Size], tensor: Tensor) -> Tensor:
         """Make a part of a weight look full while a step runs."""
@@ -508,10 +507,7 @@ class SplitModel(ModelSplit):
 
     def _sum_gradients(self, module: nn.Module) -> None:
         """Let a layer that works on each rank's heads have the gradient of all heads."""
-
-        def summed(grad: Tensor) -> Tensor:
-            return all_reduced(grad, self.group)
-
+        summed = partial(all_reduced, group=self.group)
         for param in module.parameters(recurse=False):
             if param.requires_grad:
                 if self._make is not None:
@@ -601,36 +597,35 @@ class SplitModel(ModelSplit):
 
     def is_spread(self, param: nn.Parameter) -> bool:
         """Whether a parameter is split."""
-        return self._copies.original(param) in self.shardings
+        return self.placement(param) is not None
 
-    def placement(self, param: nn.Parameter) -> Hashable:
+    def placement(self, param: nn.Parameter) -> Sharding | None:
         """Return how a parameter is cut; None for one that is not."""
         return self.shardings.get(self._copies.original(param))
 
     def local(self, param: nn.Parameter, full: Tensor) -> Tensor:
         """Return this rank's shard of a tensor of the full shape of `param`; others as is."""
-        param = self._copies.original(param)
-        sharding = self.shardings.get(param)
-        if sharding is None or full.shape != self.full_shapes[param]:
+        sharding = self.placement(param)
+        if sharding is None or full.shape != self.full_shape(param):
             return full
         return sharding.shard(full, self.group.rank)
 
     def places(self, param: nn.Parameter, shape: Sequence[int]) -> Sequence[PlacedBox]:
         """Return where the blocks of this rank's shard of `param` lie in the full one."""
-        sharding = self.shardings.get(self._copies.original(param))
+        sharding = self.placement(param)
         return [in_place(shape)] if sharding is None else sharding.places(shape, self.group.rank)
 
     @torch.no_grad()
     def full(self, param: nn.Parameter, local: Tensor) -> Tensor:
         """Return a full tensor from shards that lie as `param`'s; each rank must call."""
-        param = self._copies.original(param)
-        if param not in self.shardings:
+        sharding = self.placement(param)
+        if sharding is None:
             return local
         own = local.contiguous().view(-1)
         flat = own.new_empty(self.group.size * own.numel())
         self.group.all_gather(flat, own).wait()
         shards = flat.view(self.group.size, *local.shape).unbind()
-        return self.shardings[param].assemble(shards)
+        return sharding.assemble(shards)
 
     def full_shape(self, param: nn.Parameter) -> torch.Size:
         """Return the full shape of a parameter, be it split, a copy of a split one, or neither."""
@@ -642,8 +637,8 @@ class SplitModel(ModelSplit):
         everywhere = set.intersection(*self.group.all_gather_object(set(copies)))
         for number in sorted(everywhere):
             made = copies[number]
-            local = self.shardings[self._copies.original(made)].local_shape(self.full_shape(made))
-            if made.shape == local:
+            sharding = self.placement(made)
+            if sharding is not None and made.shape == sharding.local_shape(self.full_shape(made)):
                 made.data = self.full(made, made.data)
 
     def restore(self, *, full: bool = True) -> None:

@@ -10,8 +10,9 @@ compared, too. What differs by more than rounding in float32 is compared in floa
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -158,14 +159,11 @@ def in_double(module: nn.Module, *, double: bool = True) -> Iterator[Callable[[T
         return copies[id(tensor)]
 
     held = [vars(one)[kind] for one in module.modules() for kind in ("_parameters", "_buffers")]
-    before = [(own, dict(own)) for own in held]
-    try:
-        for own, tensors in before:
-            own.update({n: copied(one) for n, one in tensors.items() if one is not None})
+    with ExitStack() as places:
+        for own in held:
+            tensors = {name: copied(one) for name, one in own.items() if one is not None}
+            places.enter_context(patch.dict(own, tensors))
         yield copied
-    finally:
-        for own, tensors in before:
-            own.update(tensors)
 
 
 def _copied(value: Any, leaves: dict[int, Tensor], double: bool) -> Any:

@@ -1,20 +1,18 @@
 """One checksum of a training with `same_bits=True`, whichever ranks, scheme, backend and loop.
 
 python -m tests.strategies.same_bits_table [--models cnn gpt llama] [--precisions 32-true ...]
-    [--backends gloo shm] [--schemes 'hybrid 3' ...] [--steps 50] [--folder PLACE]
+    [--backends in_process gloo shm] [--schemes 'hybrid 3' ...] [--steps 50]
 
 A step has 8 micro-batches, AdamW, clipping at 1 and a warm-up. Ranks of one process train without
 a break; then, and over each backend of processes, every scheme trains the first half on some ranks
 and goes on from what other ranks have saved in the middle. A checksum is of the losses of all
-steps, weights, buffers and optimizer state; the status is 1 where a model has several. All of it
-takes hours: a call that is told a folder goes on there from where one before has been stopped.
+steps, weights, buffers and optimizer state; the status is 1 where a model has several.
 """
 
 import argparse
 import csv
 import logging
 import os
-import shutil
 import sys
 import warnings
 from collections import Counter
@@ -37,7 +35,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import HybridParallelStrategy, PipelineParallelStrategy
 from tests.fabric import loops
-from tests.processes import rank_and_world_size, run_processes
+from tests.processes import run_processes
 from tests.strategies.models import ExampleGPT, HuggingFaceLM, Trained, llama
 from tests.strategies.parity import SMALL_BUCKET_MB, STRATEGIES
 from tests.strategies.pipeline_parallel.test_same_bits import Staged
@@ -122,11 +120,6 @@ class Job(NamedTuple):
     def file(self, step: int) -> Path:
         """Return where a step is saved."""
         return self.folder / f"step={step}.ckpt"
-
-    def __str__(self) -> str:
-        way = "at once" if self.resumed is None else "resumed"
-        cell = f"{self.cell.scheme:16} N = {self.cell.num_ranks} {way}"
-        return f"{self.model:6} {self.precision:11} {self.backend:10} {cell}"
 
 
 def strategy_of(job: Job) -> tuple[Any, int]:
@@ -248,72 +241,36 @@ def on_one_core() -> Iterator[None]:
         os.sched_setaffinity(0, given)
 
 
-def tell(file: Path, job: Job, losses: Sequence[float], state: Sequence[Any]) -> None:
-    """Append the checksum of a training to the table's file."""
-    with file.open("a") as told:
-        told.write(f"{job} {checksum([*losses], *state)}\n")
-
-
-def in_halves(file: Path, halves: Sequence[tuple[Job, Job]]) -> None:
-    """Train first halves and, from what other ranks have saved, second ones, as one rank of all."""
-    rank, _ = rank_and_world_size()
-    for both in halves:
-        before, after = run(both)
-        if rank == 0:
-            tell(file, both[1], [*before[0], *after[0]], after[1:])
-
-
 class Table:
     """Trains one model in one format, and counts how many trainings have each checksum."""
 
     def __init__(self, model: str, precision: str, num_steps: int, folder: Path) -> None:
+        self.found: Counter[str] = Counter()
         self._given = {"model": model, "precision": precision, "every": num_steps // 2}
-        self._num_steps, self._folder = num_steps, folder / f"{model} {precision} {num_steps}"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._file = self._folder / "checksums.txt"
+        self._num_steps, self._folder = num_steps, folder
         self._middle: dict[tuple[bool, int], Path] = {}  # of Fabric or not, by ranks
-
-    @property
-    def lines(self) -> list[str]:
-        """A line for each training: which it is, and its checksum."""
-        return self._file.read_text().splitlines() if self._file.exists() else []
-
-    @property
-    def found(self) -> Counter[str]:
-        """How many trainings have each checksum."""
-        return Counter(line.rpartition(" ")[2] for line in self.lines)
 
     def add(self, cells: Sequence[Cell], backend: str) -> None:
         """Train in one go, each from its beginning."""
-        jobs = [self._job(cell, backend) for cell in cells]
-        for job in self._left(jobs):
+        for cell in cells:
+            job = self._job(cell, backend)
             with on_one_core():
                 [(losses, *state)] = run([job])
-            tell(self._file, job, losses, state)
-            print(self.lines[-1], flush=True)
-        for job in jobs:
+            self._tell(job, "at once", losses, state)
             self._middle[job.cell.is_fabric, job.cell.num_ranks] = job.file(job.every)
 
     def add_in_halves(self, cells: Sequence[Cell], *backends: str) -> None:
         """Train first halves, and second ones from files that other ranks have saved."""
         jobs = [self._job(cell, backend) for backend, cell in product(backends, cells)]
-        seconds = [job._replace(resumed=self._other(job)) for job in jobs]
-        halves = [(_first_half(job), job) for job in self._left(seconds)]
-        num_told, num_ranks = len(self.lines), cells[0].num_ranks
-        if halves:
-            given: dict[str, Any] = {"file": self._file, "halves": halves}
-            run_processes(in_halves, num_ranks, timeout_seconds=3000, **given)
-            print(*self.lines[num_told:], sep="\n", flush=True)
-        for first in map(_first_half, jobs):
-            self._middle[first.cell.is_fabric, num_ranks] = first.file(first.every)
-
-    def _left(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return those without a checksum, and remove what a stopped call has left of them."""
-        told = {line.rpartition(" ")[0] for line in self.lines}
-        left = [job for job in jobs if str(job) not in told]
-        for job in left:
-            shutil.rmtree(job.folder, ignore_errors=True)
-        return left
+        firsts = [job._replace(num_steps=job.every) for job in jobs]
+        seconds = [job._replace(folder=job.folder / "on", resumed=self._other(job)) for job in jobs]
+        num_ranks = cells[0].num_ranks
+        found = run_processes(run, num_ranks, timeout_seconds=3000, jobs=[*firsts, *seconds])[0]
+        for job, (before, *_), (after, *state) in zip(
+            jobs, found[: len(jobs)], found[len(jobs) :], strict=True
+        ):
+            self._tell(job, "resumed", [*before, *after], state)
+            self._middle[job.cell.is_fabric, num_ranks] = job.file(job.every)
 
     def _job(self, cell: Cell, backend: str) -> Job:
         place = self._folder / f"{backend} {cell.num_ranks} {cell.scheme}"
@@ -327,9 +284,11 @@ class Table:
         ]
         return [file for ranks, file in same_kind if ranks != cell.num_ranks][-1]
 
-
-def _first_half(job: Job) -> Job:
-    return job._replace(folder=job.folder / "first", num_steps=job.every, resumed=None)
+    def _tell(self, job: Job, way: str, losses: Sequence[float], state: Sequence[Any]) -> None:
+        told = checksum([*losses], *state)
+        self.found[told] += 1
+        cell = f"{job.cell.scheme:16} N = {job.cell.num_ranks} {way}"
+        print(f"{job.model:6} {job.precision:11} {job.backend:10} {cell} {told}", flush=True)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -337,8 +296,7 @@ def main(arguments: argparse.Namespace) -> int:
     status = 0
     for model, precision in product(arguments.models, arguments.precisions):
         with TemporaryDirectory() as folder:
-            place = Path(arguments.folder or folder)
-            table = Table(model, precision, arguments.steps, place)
+            table = Table(model, precision, arguments.steps, Path(folder))
             every = [one for one in cells() if one.scheme in (arguments.schemes or [one.scheme])]
             table.add(every, "in_process")
             for num_ranks in (2, 4, 8) if arguments.backends else ():
@@ -356,7 +314,6 @@ if __name__ == "__main__":
     parser.add_argument("--backends", nargs="*", default=["gloo", "shm"])
     parser.add_argument("--schemes", nargs="*", help="such as 'hybrid 3'; all by default")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--folder", help="where checksums and files are kept; none by default")
     for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_shard"):
         logging.getLogger(name).setLevel(logging.ERROR)
     importable = import_module("tests.strategies.same_bits_table")  # as processes are sent its jobs

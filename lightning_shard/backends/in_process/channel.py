@@ -111,9 +111,12 @@ class _Operation:
         self._gather_on([self._root])
 
     def all_gather_single(self) -> None:
-        for k in range(len(self._calls[0].inputs)):
-            gathered = torch.cat([raw(call.inputs[k]).reshape(-1) for call in self._calls])
-            for call in self._calls:
+        calls = self._calls
+        targets = [output for call in calls for output in call.outputs]
+        for k in range(len(calls[0].inputs)):
+            sources = unaliased([call.inputs[k] for call in calls], targets)
+            gathered = torch.cat([source.reshape(-1) for source in sources])
+            for call in calls:
                 write(call.outputs[k], gathered)
 
     def reduce_scatter(self) -> None:

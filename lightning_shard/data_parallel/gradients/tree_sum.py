@@ -119,10 +119,12 @@ class TreeExchange(Exchange):
 
     @override
     def begin(self, values: Tensor, out: Tensor, used: Sequence[bool] | None = None) -> None:
-        self._num_own = self._own.count + 1
         if self._own.count:
             self._own.push(values)
+            self._num_own = self._own.count
             values = self._own.take()
+        else:
+            self._num_own = 1
         self._out, size = out, self._ranks.size
         if size == 1:
             self._came = [values]
@@ -168,7 +170,7 @@ class TreeExchange(Exchange):
     def _finish(self) -> None:
         divisor = self.divisor or self._all.count * self._num_own
         own = self._out[self._own_part] if self.buffer.keeps_all else self._out
-        torch.div(self._all.take(), divisor, out=own)
+        own.copy_(self._all.take().div_(divisor))
         if self.buffer.keeps_all and self._ranks.size > 1:
             self._second = self._ranks.all_gather(self._out, own, sizes=self._sizes, async_op=True)
 
