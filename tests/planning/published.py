@@ -51,6 +51,13 @@ class Llama(L.LightningModule):
         return loss
 
 
+class TrainedLlama(Llama):
+    """The same with an optimizer, which a search asks for its state."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336}
 LLAMA_8B |= {"num_hidden_layers": 32, "num_attention_heads": 32}
 LLAMA_70B = {"hidden_size": 8192, "intermediate_size": 28672}
@@ -281,7 +288,7 @@ def tables() -> Iterator[str]:
 def planning_time() -> str:
     """Say how long the search over a Llama of 70 billion parameters on 64 devices takes here."""
     with torch.device("meta"):
-        model = Llama(**LLAMA_70B)
+        model = TrainedLlama(**LLAMA_70B)
         batch = torch.zeros(1, LLAMA_TOKENS, dtype=torch.long)
     began = process_time()
     found = plan(model, batch, devices=64, nodes=8, precision="bf16-mixed")
