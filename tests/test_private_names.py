@@ -46,7 +46,6 @@ MAY_TOUCH_THEM = {
     "elastic/data_assignment.py",
     "elastic/loop.py",
     "fabric/_lightning.py",
-    "fabric/checkpoints.py",
     "fabric/registry.py",
     "environments/launchers/_copy.py",
     "environments/launchers/_lightning.py",

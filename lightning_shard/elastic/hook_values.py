@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.elastic._lightning import is_time, training_dataset
-from lightning_shard.environments.launchers.survivors import OF_LIGHTNING, put
+from lightning_shard.environments.launchers.replicas import OF_LIGHTNING, put
 
 Values = dict[tuple[str, str], Any]  # by owner and attribute
 

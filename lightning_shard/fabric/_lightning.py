@@ -15,6 +15,7 @@ from lightning.fabric.strategies.strategy import (
     _validate_keys_for_strict_loading,
 )
 from lightning.fabric.utilities.init import _EmptyInit
+from lightning.pytorch.loops.fit_loop import _FitLoop
 
 BackwardSyncControl = _BackwardSyncControl
 EmptyInit = _EmptyInit
@@ -33,3 +34,25 @@ def has_no_function(function: Callable[..., Any]) -> bool:
     """Whether this is what Fabric launches for `fabric.launch()` without a function."""
     nothing: Any = fabric_module._do_nothing
     return isinstance(function, partial) and nothing in function.args
+
+
+def progress_after(steps: int, num_optimizers: int, epoch: int, batch: int) -> dict[str, Any]:
+    """Return the state of a Trainer's loops after so many steps, between two batches."""
+    no_trainer: Any = None
+    loop: Any = _FitLoop(no_trainer)
+    of_epoch = loop.epoch_loop
+    of_epoch._batches_that_stepped = steps // max(num_optimizers, 1)
+    loop.epoch_progress.increment_by(epoch)
+    if batch:
+        loop.epoch_progress.increment_ready()
+        loop.epoch_progress.increment_started()
+    of_epoch.batch_progress.increment_by(batch)
+    of_epoch.scheduler_progress.increment_by(steps)
+    if num_optimizers > 1:  # Lightning steps several by hand alone
+        of_epoch.manual_optimization.optim_step_progress.increment_by(steps)
+    else:
+        automatic = of_epoch.automatic_optimization.optim_progress.optimizer
+        automatic.step.increment_by(steps)
+        automatic.zero_grad.increment_by(steps)
+    state: dict[str, Any] = loop.state_dict()
+    return state

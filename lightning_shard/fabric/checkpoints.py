@@ -21,8 +21,7 @@ A state for `fabric.save` from which a Trainer resumes, and into which its check
     fabric.load("trainers.ckpt", state)      state["global_step"], state["epoch"]
 
 The keys are those of Lightning's checkpoints. A loop of the user's counts its steps by itself; what
-a Trainer has to know of them, its loops' progress, is made of three numbers. The names in it are
-private to Lightning; `tests/fabric/test_for_trainer.py` fails when one changes.
+a Trainer has to know of them, its loops' progress, Lightning's own loops say, told three numbers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -60,7 +59,7 @@ from lightning_shard.checkpoint.streamed import StreamedFile, StreamedState
 from lightning_shard.checkpoint.unread import has_unread
 from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.errors import CheckpointError
-from lightning_shard.fabric._lightning import check_keys_are_there
+from lightning_shard.fabric._lightning import check_keys_are_there, progress_after
 from lightning_shard.fabric.sharded_module import HeldModule, ShardedModule
 from lightning_shard.strategies.checkpoint_files import (
     CheckpointFiles,
@@ -135,7 +134,6 @@ def paired(own: Any, saved: Any, path: Path = ()) -> Iterator[tuple[Any, Any]]:
 _KIND = CHECKPOINT_KEY  # the key by which an entry of meta.pt is known to stand for another
 _USERS = "fabric_keys"  # in the section
 Filter = Mapping[str, Callable[[str, Any], bool]]
-__all__ = ["HeldObjects", "Path", "Saving", "merged"]
 
 
 class NamesInFolder:
@@ -566,7 +564,7 @@ def trainer_checkpoint(
         "global_step": global_step,
         "pytorch-lightning_version": lightning_version(),
         "state_dict": NamedModules(modules) if isinstance(modules, Mapping) else modules,
-        "loops": {"fit_loop": _fit_loop(global_step, len(optimizers), epoch, batch)},
+        "loops": {"fit_loop": progress_after(global_step, len(optimizers), epoch, batch)},
         "callbacks": {},
         "optimizer_states": optimizers,
         "lr_schedulers": _listed(schedulers),
@@ -579,39 +577,3 @@ def trainer_checkpoint(
 
 def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _fit_loop(steps: int, num_optimizers: int, epoch: int, batch: int) -> dict[str, Any]:
-    """Return the progress of a Trainer's loops after so many steps, between two batches."""
-    done = {"ready": epoch, "completed": epoch, "started": epoch, "processed": epoch}
-    begun = {**done, "ready": epoch + 1, "started": epoch + 1} if batch else done
-    batches = dict.fromkeys(("ready", "completed", "started", "processed"), batch)
-    stepped = {"ready": steps, "completed": steps}
-    zeroed = {**stepped, "started": steps}
-    manual = num_optimizers > 1  # Lightning steps several by hand alone
-    none = {"ready": 0, "completed": 0}
-    return {
-        "state_dict": {},
-        "epoch_loop.state_dict": {"_batches_that_stepped": steps // max(num_optimizers, 1)},
-        "epoch_loop.batch_progress": {"total": batches, "current": batches, "is_last_batch": False},
-        "epoch_loop.scheduler_progress": {"total": stepped, "current": stepped},
-        "epoch_loop.automatic_optimization.state_dict": {},
-        "epoch_loop.automatic_optimization.optim_progress": {
-            "optimizer": {
-                "step": _twice(none if manual else stepped),
-                "zero_grad": _twice({**none, "started": 0} if manual else zeroed),
-            }
-        },
-        "epoch_loop.manual_optimization.state_dict": {},
-        "epoch_loop.manual_optimization.optim_step_progress": _twice(stepped if manual else none),
-        "epoch_loop.val_loop.state_dict": {},
-        "epoch_loop.val_loop.batch_progress": {
-            **_twice({**none, "started": 0, "processed": 0}),
-            "is_last_batch": False,
-        },
-        "epoch_progress": _twice(begun),
-    }
-
-
-def _twice(progress: Mapping[str, int]) -> dict[str, Any]:
-    return {"total": dict(progress), "current": dict(progress)}

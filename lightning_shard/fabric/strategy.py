@@ -64,10 +64,10 @@ from lightning_shard.fabric.sharded_module import (
     Differentiation,
     HeldModule,
     ShardedModule,
+    StepsInOrder,
     UsedEngines,
     engines_of,
 )
-from lightning_shard.fabric.steps_in_order import StepsInOrder
 from lightning_shard.optim.clipping import clip_grad_norm, clip_grad_value
 from lightning_shard.optim.host_step import warn_of_cpu_ranks
 from lightning_shard.precision.plugins import ShardedGradScaler, device_scale

@@ -17,6 +17,7 @@ On CUDA the host does not wait for the device: waiting within NCCL, which happen
 streams, counts as compute there.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -201,7 +202,38 @@ def _difference(now: OperationTraffic, before: OperationTraffic) -> OperationTra
     return now if now.calls < before.calls else now - before
 
 
-class TrafficMonitor(RunMonitor):
+class _CountingMonitor(RunMonitor):
+    """Counts traffic by axis; rank 0 notes beside it what was expected of the first batch."""
+
+    _expects = True
+
+    def _forget(self) -> None:
+        self._counters: AxisCounters | None = None
+        self._expectations: Expectations | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit" and self._expects and trainer.is_global_zero:
+            strategy = own_strategy(trainer, self)
+            self._expectations = Expectations(pl_module, strategy, str(trainer.precision))
+
+    def _counting(self, trainer: Trainer, batch: Any) -> AxisCounters:
+        """Return the counters of the groups that there are as a batch begins."""
+        expectations, self._expectations = self._expectations, None
+        if expectations is not None and trainer.is_global_zero:
+            self._note(trainer, expectations, batch)
+        if self._counters is None:
+            self._counters = AxisCounters(own_strategy(trainer, self))
+        self._counters.look()
+        return self._counters
+
+    @abstractmethod
+    def _note(self, trainer: Trainer, expectations: Expectations, batch: Any) -> None:
+        """Write what is expected of a batch."""
+
+
+class TrafficMonitor(_CountingMonitor):
     """Write what each rank sends from the beginning of a batch to its end, into the run's folder.
 
     Bytes are those of a ring, as everywhere in this package. Before the first step rank 0 takes the
@@ -225,35 +257,24 @@ class TrafficMonitor(RunMonitor):
         self, folder: str | Path | None = None, every_n_steps: AtLeastOne = 10, dry_run: bool = True
     ) -> None:
         super().__init__(folder)
-        self._every_n_steps, self._takes_dry_run = every_n_steps, dry_run
+        self._every_n_steps, self._expects = every_n_steps, dry_run
         self._forget()
 
+    @override
     def _forget(self) -> None:
-        self._counters: AxisCounters | None = None
-        self._expectations: Expectations | None = None
+        super()._forget()
         self._sent: AxisTraffic = {}  # since the last record
         self._num_batches = self._num_steps = 0  # since the last record
         self._num_steps_before = 0
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit" and self._takes_dry_run and trainer.is_global_zero:
-            strategy = own_strategy(trainer, self)
-            self._expectations = Expectations(pl_module, strategy, str(trainer.precision))
 
     @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        expectations, self._expectations = self._expectations, None
-        if expectations is not None and trainer.is_global_zero:
-            self._note_dry_run(trainer, expectations, batch)
-        if self._counters is None:
-            self._counters = AxisCounters(own_strategy(trainer, self))
-        self._counters.look()
-        self._counters.since()  # what lies between two batches: validation, checkpoints
+        self._counting(
+            trainer, batch
+        ).since()  # what lies between two batches: validation, checkpoints
 
     @override
     def on_train_batch_end(
@@ -303,7 +324,8 @@ class TrafficMonitor(RunMonitor):
         self._num_steps_before += steps
         self._sent, self._num_batches, self._num_steps = {}, 0, 0
 
-    def _note_dry_run(self, trainer: Trainer, expectations: Expectations, batch: Any) -> None:
+    @override
+    def _note(self, trainer: Trainer, expectations: Expectations, batch: Any) -> None:
         found = expectations.dry_run(batch)
         ranks = [] if found is None else _rows(found)
         besides = [] if found is None else list(found.not_counted)
@@ -424,7 +446,7 @@ class StepClock:
         return more
 
 
-class StepMonitor(RunMonitor):
+class StepMonitor(_CountingMonitor):
     """Write every step's loss, time, samples and tokens, of every rank, into the run's folder.
 
     A step's time is split into computing, waiting for peers by axis of the mesh, the optimizer,
@@ -457,10 +479,10 @@ class StepMonitor(RunMonitor):
         self._tokens = tokens
         self._forget()
 
+    @override
     def _forget(self) -> None:
+        super()._forget()
         self._clock: StepClock | None = None
-        self._counters: AxisCounters | None = None
-        self._expectations: Expectations | None = None
         self._handles: dict[Optimizer, RemovableHandle] = {}
         self._contents: dict[str, int | None] = {"samples": 0, "tokens": 0}  # of this step so far
         self._losses: list[Tensor] = []
@@ -470,25 +492,14 @@ class StepMonitor(RunMonitor):
         self._generation: int | None = None
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit" and trainer.is_global_zero:
-            strategy = own_strategy(trainer, self)
-            self._expectations = Expectations(pl_module, strategy, str(trainer.precision))
-
-    @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._note_generation(trainer)
-        expectations, self._expectations = self._expectations, None
-        if expectations is not None and trainer.is_global_zero:
-            self._note_flops(trainer, expectations, batch)
-        if self._clock is None or self._counters is None:
-            self._counters = AxisCounters(own_strategy(trainer, self))
-            self._clock = StepClock(self._counters.since)
-        self._counters.look()
+        counters = self._counting(trainer, batch)
+        if self._clock is None:
+            self._clock = StepClock(counters.since)
         self._clock.begin_batch()
         for name, more in (
             ("samples", num_samples(batch)),
@@ -614,7 +625,8 @@ class StepMonitor(RunMonitor):
                 found["mfu"] = of_rank / self._machine.flops(str(trainer.precision))
         return found
 
-    def _note_flops(self, trainer: Trainer, expectations: Expectations, batch: Any) -> None:
+    @override
+    def _note(self, trainer: Trainer, expectations: Expectations, batch: Any) -> None:
         """Write how much arithmetic a token, or a sample, takes."""
         flops, machine = expectations.flops(batch), self._machine
         held = {"tokens": num_tokens(batch, self._tokens), "samples": num_samples(batch)}
@@ -638,7 +650,7 @@ class StepMonitor(RunMonitor):
         now = strategy.generation
         if now.number != self._generation:
             self._write_last(trainer)  # before, since ranks may have gone back behind it
-            self._generation, self._clock = now.number, None
+            self._generation, self._clock, self._counters = now.number, None, None
             self._contents, self._losses = {"samples": 0, "tokens": 0}, []
             members, reason = list(now.members), now.reason
             self._write(trainer, "generation", number=now.number, members=members, reason=reason)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_shard.elastic import hook_values
-from lightning_shard.environments.launchers.survivors import put
+from lightning_shard.environments.launchers.replicas import put
 
 PLAIN = [
     [1, "a", (2.0, None)],

@@ -14,8 +14,7 @@ from lightning_shard.backends.in_process.world import ElasticWorld, World, curre
 from lightning_shard.backends.liveness.thread import TERMINATED_STATUS
 from lightning_shard.environments.launchers import _lightning
 from lightning_shard.environments.launchers.failures import Circumstances, tell
-from lightning_shard.environments.launchers.replicas import Replica, told_once
-from lightning_shard.environments.launchers.survivors import adopt
+from lightning_shard.environments.launchers.replicas import Replica, adopt, told_once
 from lightning_shard.errors import ConfigError, RankFailedError
 
 _CALLERS_THREAD = 0
