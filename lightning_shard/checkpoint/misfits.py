@@ -14,11 +14,11 @@ dimensions. Entries in a form that says nothing of other sizes are not checked.
 """
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from numbers import Number
 from typing import Any
@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.errors import CheckpointError
 
+_PLAIN = (int, float, str, tuple, torch.dtype, type(None))
 _ADDED = "differentiable"  # torch adds it to the defaults of each optimizer that loads a state
 
 
@@ -42,10 +43,11 @@ def trial_optimizer(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
 
 
 def _made(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
-    own = {key: value for key, value in optimizer.defaults.items() if key != _ADDED}
-    for options in (optimizer.defaults, own):
-        with suppress(TypeError):  # its defaults are not its constructor's arguments
-            return type(optimizer)([group], **options)  # some make their state in the constructor
+    options = {key: value for key, value in optimizer.defaults.items() if key != _ADDED}
+    with suppress(TypeError):  # its defaults are not its constructor's arguments
+        trial = type(optimizer)([group], **options)  # some make their state in the constructor
+        vars(trial).update(_settings(optimizer))
+        return trial
     trial = copy.copy(optimizer)
     trial.state = defaultdict(dict)
     trial.param_groups = []
@@ -58,6 +60,17 @@ def _made(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
     if not trial.param_groups:
         trial.add_param_group(group)
     return trial
+
+
+def _settings(optimizer: Optimizer) -> dict[str, Any]:
+    """Return plain attributes that a constructor takes, and objects that hold such alone."""
+    taken, found = inspect.signature(type(optimizer)).parameters, dict[str, Any]()
+    for name, value in vars(optimizer).items():
+        is_taken = name.lstrip("_") in taken
+        values = [*getattr(value, "__dict__", {}).values()] or [value] * is_taken
+        if values and all(isinstance(one, _PLAIN) for one in values):
+            found[name] = copy.copy(value)
+    return found
 
 
 WEIGHTS_ADVICE = (
@@ -227,10 +240,6 @@ class StateTrials:
                 self._made[kind] = self._make(ndim, param)
         return self._made[kind]
 
-    @cached_property
-    def _settings(self) -> dict[str, Any]:
-        return {key: value for key, value in self._group.items() if key != "params"}
-
     def _make(self, ndim: int, like: Tensor) -> TrialState:
         shape = _SIZES[:ndim]
         is_trained = like.is_floating_point() or like.is_complex()
@@ -238,12 +247,12 @@ class StateTrials:
             return TrialState(None, (), {})
         param = nn.Parameter(torch.ones(shape, dtype=like.dtype, device=like.device))
         try:
-            trial = trial_optimizer(self._optimizer, {**self._settings, "params": [param]})
+            trial = trial_optimizer(self._optimizer, {**self._group, "params": [param]})
             trial.load_state_dict({"state": {}, "param_groups": [{**self._saved, "params": [0]}]})
             _step(trial, param)
         except KeyError as error:
             (key,) = error.args
-            lacks = key in self._settings and key not in self._saved
+            lacks = key in self._group and key not in self._saved
             told = (
                 f"a group of {type(self._optimizer).__name__} has the options "
                 f"{sorted(self._saved)}, expected {key!r}, too"

@@ -21,7 +21,7 @@ from lightning_shard import (
 )
 from lightning_shard.checkpoint.conversion.consolidating import Consolidation, consolidate
 from tests.optim import blockwise_optimizers
-from tests.optim.blockwise_optimizers import OPTIMIZERS
+from tests.optim.blockwise_optimizers import FEWEST, OPTIMIZERS, Blocked
 from tests.strategies.parity import ignoring
 from tests.strategies.stacks import WIDTH, Stack, fit, trainer_of
 
@@ -80,6 +80,28 @@ def test_blocks_train_as_on_one_device(kind: str, scheme: str) -> None:
     """One tensor made of several was refused, for an error of the trial that compared states."""
     expected, got = fit(style(kind)), fit(style(kind), strategy_of(scheme))
     torch.testing.assert_close(got.curve.losses, expected.curve.losses, rtol=0, atol=0)
+    torch.testing.assert_close(got.weights, expected.weights, rtol=0, atol=0)
+
+
+class Own(Blocked):
+    """One with a setting that its constructor takes, which is none of its defaults."""
+
+    def __init__(self, params: Any, lr: float = 0.01, fewest: int = FEWEST) -> None:
+        super().__init__(params, lr)
+        self.fewest = fewest
+
+    def is_small(self, param: Tensor) -> bool:
+        return param.numel() < self.fewest
+
+
+class WithOwn(Stack):
+    def configure_optimizers(self) -> Any:
+        return Own(self.parameters(), lr=0.05, fewest=FEWEST + 1)
+
+
+def test_settings_that_are_no_defaults_hold_on_ranks() -> None:
+    """What began the states had those of the constructor: a block size of torchao's, say."""
+    expected, got = fit(WithOwn), fit(WithOwn, strategy_of("zero2"))
     torch.testing.assert_close(got.weights, expected.weights, rtol=0, atol=0)
 
 

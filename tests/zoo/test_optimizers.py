@@ -51,11 +51,11 @@ class Matrices(Stack):
         self.blocks = nn.ModuleList(layers)
 
 
-def style(name: str) -> type[Stack]:
+def style(name: str, **settings: Any) -> type[Stack]:
     class WithOptimizer(Matrices):
         def configure_optimizers(self) -> Any:
             more = {"momentum": 0.9} if "SGD" in name else {}
-            return maker(name)(self.parameters(), lr=1e-2, **more)
+            return maker(name)(self.parameters(), lr=1e-2, **more, **settings)
 
     return WithOptimizer
 
@@ -78,6 +78,14 @@ def test_states_in_blocks_are_those_of_one_device(name: str, make: Any, num_rank
     """Those of torchao were refused, and each of bitsandbytes' lay full on one rank."""
     strategy = make(backend="in_process", num_ranks=num_ranks)
     expected, got = fit(style(name)).weights, fit(style(name), strategy).weights
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_blocks_are_as_large_as_an_optimizer_is_told() -> None:
+    """States began in the blocks of the constructor's default, and weights went apart by 5e-3."""
+    strategy, larger = ZeRO2Strategy(backend="in_process", num_ranks=4), {"block_size": 512}
+    expected = fit(style("torchao.AdamW8bit", **larger)).weights
+    got = fit(style("torchao.AdamW8bit", **larger), strategy).weights
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 

@@ -211,41 +211,35 @@ def load_safetensors(module: nn.Module, path: Any, *, strict: bool = True) -> Mi
     if source.folder is not None:
         source.folder.check_complete()
     stored, may_lack = named_as(module, own, source.weights)
-    missing = [name for name in own if not is_unread(stored.get(name))]
+    known = {name: stored[name] for name in own if is_unread(stored.get(name))}
+    missing = [name for name in own if name not in known]
     misses = Misses(missing, [name for name in stored if name not in own])
-    found = _name_misfits(own, stored, misses, may_lack) if strict else []
-    found += _misfits(own, stored)
+    found = _name_misfits(own, known, misses, may_lack) if strict else []
+    found += [
+        misfit
+        for name, one in known.items()
+        for misfit in (  # in this file, to which a parameter looks full in a run's hook
+            *shape_misfits(repr(name), one.shape, own[name].shape),
+            *dtype_misfits(repr(name), one.dtype, own[name].dtype),
+        )
+    ]
     if found:
         raise misfit_error(type(module).__name__, found, _ADVICE)
-    for name, value in own.items():
-        if is_unread(stored.get(name)):
-            unread = stored[name]
-            if not read_at_start(value, unread.read):
-                _set(module, name, value, unread)
+    for name, unread in known.items():
+        if not read_at_start(own[name], unread.read):
+            _set(module, name, own[name], unread)
     return misses
 
 
 def _name_misfits(
-    own: Mapping[str, Tensor], stored: Mapping[str, Any], misses: Misses, may_lack: set[str]
+    own: Mapping[str, Tensor], known: Iterable[str], misses: Misses, may_lack: set[str]
 ) -> list[str]:
-    loaded = {id(value) for name, value in own.items() if is_unread(stored.get(name))}
+    loaded = {id(own[name]) for name in known}
     missing = [
         name for name in misses.missing_keys if id(own[name]) not in loaded and name not in may_lack
     ]
     told = {"Missing": missing, "Unexpected": misses.unexpected_keys}
     return [f"{what} key(s): {some_of(names, 5)}" for what, names in told.items() if names]
-
-
-def _misfits(own: Mapping[str, Tensor], stored: Mapping[str, Any]) -> list[str]:
-    return [
-        misfit
-        for name, value in own.items()
-        if is_unread(stored.get(name))
-        for misfit in (  # in this file, to which a parameter looks full in a run's hook
-            *shape_misfits(repr(name), stored[name].shape, value.shape),
-            *dtype_misfits(repr(name), stored[name].dtype, value.dtype),
-        )
-    ]
 
 
 def _set(module: nn.Module, name: str, value: Tensor, unread: Unread) -> None:
