@@ -24,7 +24,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import Pending
 from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.tensor_parallel.regions import (
-    Exchange,
+    TwoWayExchange,
     copy_to_region,
     gather_copies,
     reduce_from_region,
@@ -122,7 +122,7 @@ def exchange_together(
     if len({one.dtype for one in tensors}) > 1:
         return tuple(exchange(one, cut, join, group) for one in tensors)
     ways = [partial(_exchanged, *dims, group) for dims in ((cut, join), (join, cut))]
-    result: tuple[Tensor, ...] = Exchange.apply(*ways, *tensors)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, ...] = TwoWayExchange.apply(*ways, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 

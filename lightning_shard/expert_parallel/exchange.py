@@ -24,7 +24,7 @@ from lightning_shard.core.extensions import SharedByCopies
 from lightning_shard.data_parallel.torch_private import in_backward, untraced
 from lightning_shard.expert_parallel.finding import Mixture
 from lightning_shard.expert_parallel.load import Load
-from lightning_shard.tensor_parallel.regions import Exchange, scale_gradient
+from lightning_shard.tensor_parallel.regions import TwoWayExchange, scale_gradient
 
 
 class Routes:
@@ -75,7 +75,7 @@ class Routes:
         orders = (sent, received), (received, sent)
         ways = [partial(_exchanged, *order, self.group) for order in orders]
         scaled = [scale_gradient(one, factor, self.group) for one in tensors]
-        return list(Exchange.apply(*ways, *scaled))  # type: ignore[no-untyped-call]
+        return list(TwoWayExchange.apply(*ways, *scaled))  # type: ignore[no-untyped-call]
 
     def sorted_by_expert(self, received: Tensor) -> list[Tensor]:
         """Return the rows of each of this rank's experts, those of rank 0 first."""

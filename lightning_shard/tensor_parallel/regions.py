@@ -142,7 +142,7 @@ class _Crossing(torch.autograd.Function):
         return None, grad, *(None for _ in ctx.args)
 
 
-class Exchange(torch.autograd.Function):
+class TwoWayExchange(torch.autograd.Function):
     """Exchanges tensors together, as one operation; the gradients go back the other way."""
 
     @staticmethod
@@ -156,7 +156,7 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Exchange gradients in the other one."""
-        return None, None, *Exchange.apply(*ctx.ways, *grads)  # type: ignore[no-untyped-call]
+        return None, None, *TwoWayExchange.apply(*ctx.ways, *grads)  # type: ignore[no-untyped-call]
 
 
 def _passed(tensor: Tensor, *_: Any) -> Tensor:
