@@ -47,6 +47,36 @@ class Call:
             details.append(f"{'root' if self.tag is None else 'peer'} {self.root}")
         return f"{self.op}({', '.join(details)})"
 
+    def gives(self, size: int) -> dict[int, Tensor]:
+        """Return what it gives to each of so many ranks, if it is an operation that only copies."""
+        match self.op:
+            case "all_gather":
+                return dict.fromkeys(range(size), self.inputs[0])
+            case "gather":
+                return {self.root: self.inputs[0]}
+            case "scatter" | "all_to_all" | "all_to_all_single":
+                return dict(enumerate(self.inputs))
+        return {}
+
+    def takes(self) -> dict[int, Tensor]:
+        """Return by rank where it takes what that one gives, if it only copies."""
+        match self.op:
+            case "scatter":
+                return {self.root: self.outputs[0]}
+            case "all_gather" | "gather" | "all_to_all" | "all_to_all_single":
+                return dict(enumerate(self.outputs))
+        return {}
+
+    def check_own(self, slot: Tensor | None, own: Tensor | None) -> None:
+        """Raise unless there is room for what this rank gives to itself, if it does so."""
+        if slot is None or own is None or (slot.numel(), slot.dtype) == (own.numel(), own.dtype):
+            return
+        raise CollectiveMismatchError(
+            f"Rank {self.rank} of the group, {self} at {self.site}: got {describe_tensor(own)}, "
+            f"expected {describe_tensor(slot)}, for which there is room here. Make outputs of the "
+            f"sizes that the ranks give."
+        )
+
 
 class Disagreement(Exception):  # noqa: N818 - becomes a CollectiveMismatchError
     """Two ranks' calls that cannot be served together."""

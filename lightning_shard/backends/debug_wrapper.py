@@ -83,8 +83,8 @@ class Fingerprint:
             agreed=repr(agreed),
             operation=str(call),
             site=f"{call.site}{_thread_note()}",
-            gives=_summaries(_given(call, size)),
-            takes=_summaries(_taken(call)),
+            gives=_summaries(call.gives(size)),
+            takes=_summaries(call.takes()),
         )
 
     def of_rank(self, rank: int) -> Side:
@@ -121,26 +121,6 @@ def find_misfit(calls: Sequence[Fingerprint]) -> tuple[int, int, str] | None:
                 )
                 return source, int(target), what
     return None
-
-
-def _given(call: Call, size: int) -> dict[int, Tensor]:
-    match call.op:
-        case "all_gather":
-            return dict.fromkeys(range(size), call.inputs[0])
-        case "gather":
-            return {call.root: call.inputs[0]}
-        case "scatter" | "all_to_all" | "all_to_all_single":
-            return dict(enumerate(call.inputs))
-    return {}
-
-
-def _taken(call: Call) -> dict[int, Tensor]:
-    match call.op:
-        case "scatter":
-            return {call.root: call.outputs[0]}
-        case "all_gather" | "gather" | "all_to_all" | "all_to_all_single":
-            return dict(enumerate(call.outputs))
-    return {}
 
 
 def _summaries(tensors: dict[int, Tensor]) -> dict[str, TensorSummary]:

@@ -4,32 +4,17 @@ A fresh buffer costs its page faults, or a pinned one its registration. Sizes va
 the digits of counters, and for good when the number of ranks changes.
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 SPARE_BYTES = 64 << 10  # more than is asked for
 
 
-class SnapshotBuffers(Protocol):
-    """Lends the buffers of snapshots."""
-
-    def lend(self, num_bytes: int) -> Tensor:
-        """Return a buffer of so many bytes: uint8, 1-D, in host memory."""
-
-    def keep(self, data: Tensor) -> None:
-        """Note that a buffer now holds a complete snapshot, which counts until it is given back."""
-
-    def give_back(self, data: Tensor) -> None:
-        """Take back a buffer that is not needed any more; one of another origin is ignored."""
-
-    def forget(self, data: Tensor) -> None:
-        """Note that a lent buffer does not come back, since something may still write to it."""
-
-
 class HostBuffers:
-    """Lends buffers in this process's memory, pinned for copies from a CUDA device."""
+    """Lends buffers in this process's memory, pinned for copies from a CUDA device.
+
+    What it does not do its subclass does, whose buffers outlive the process.
+    """
 
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
@@ -39,21 +24,25 @@ class HostBuffers:
         """Return a buffer of so many bytes: uint8, 1-D, in host memory."""
         buffer = take_fitting(self._idle, num_bytes)
         if buffer is None:
-            self._idle.clear()  # of another number of ranks
-            size = num_bytes + SPARE_BYTES
-            buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+            while self._idle:  # of another number of ranks
+                self.forget(self._idle.pop())
+            buffer = self._make(num_bytes + SPARE_BYTES)
         return buffer[:num_bytes]
 
+    def _make(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+
     def keep(self, data: Tensor) -> None:
-        """Do nothing, since the buffer ends with the process."""
+        """Note that a buffer now holds a complete snapshot, which counts until it is given back."""
 
     def give_back(self, data: Tensor) -> None:
-        """Keep the buffer, whichever code made it, for the next snapshot."""
+        """Take back a buffer that is not needed any more, whichever code made it."""
         if not self._pinned or data.is_pinned():
-            self._idle.append(full_buffer(data))
+            full = torch.empty(0, dtype=torch.uint8).set_(data.untyped_storage())
+            self._idle.append(full)
 
     def forget(self, data: Tensor) -> None:
-        """Do nothing, since the buffer goes with its last user."""
+        """Note that a lent buffer does not come back, since something may still write to it."""
 
 
 def take_fitting(idle: list[Tensor], num_bytes: int) -> Tensor | None:
@@ -63,8 +52,3 @@ def take_fitting(idle: list[Tensor], num_bytes: int) -> Tensor | None:
     if not fitting:
         return None
     return idle.pop(min(fitting, key=lambda place: idle[place].numel()))
-
-
-def full_buffer(data: Tensor) -> Tensor:
-    """All of the memory that `data` lies at the beginning of; uint8, 1-D."""
-    return torch.empty(0, dtype=torch.uint8).set_(data.untyped_storage())

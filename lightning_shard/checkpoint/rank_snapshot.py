@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shard.backends.objects import CODE_BYTES, seal, unseal
-from lightning_shard.checkpoint.host_buffers import HostBuffers, SnapshotBuffers
+from lightning_shard.checkpoint.host_buffers import HostBuffers
 from lightning_shard.checkpoint.optimizer_state import (
     elements_of,
     full_form,
@@ -256,7 +256,7 @@ def take(
     extra: bytes = b"",
     generation: int = 0,
     owner: str = "",
-    buffers: SnapshotBuffers | None = None,
+    buffers: HostBuffers | None = None,
 ) -> Snapshot:
     """Copy this rank's part of the state, at a step boundary without gradients; no messages."""
     states = tuple(describe(optimizer, engine) for optimizer in optimizers)

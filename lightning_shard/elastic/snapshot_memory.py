@@ -29,7 +29,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.backends.pending import OperationContext, Span
 from lightning_shard.backends.registry import get_backend
-from lightning_shard.checkpoint.host_buffers import HostBuffers, SnapshotBuffers
+from lightning_shard.checkpoint.host_buffers import HostBuffers
 from lightning_shard.checkpoint.rank_snapshot import Snapshot, take
 from lightning_shard.elastic.membership.generation import Generation
 from lightning_shard.elastic.progress import Progress, flags_of
@@ -73,7 +73,7 @@ class BuddyRing:
         collectives: Collectives,
         stride: int = 1,
         *,
-        buffers: SnapshotBuffers | None = None,
+        buffers: HostBuffers | None = None,
         held: Iterable[Snapshot] = (),
     ) -> None:
         if stride < 1:
@@ -240,7 +240,7 @@ class SnapshotMemory:
     """One rank's snapshots and its buddy's."""
 
     def __init__(
-        self, fit: ElasticFit, buffers: SnapshotBuffers, held: Sequence[Snapshot] = ()
+        self, fit: ElasticFit, buffers: HostBuffers, held: Sequence[Snapshot] = ()
     ) -> None:
         self.held = [*held]
         self._fit = fit

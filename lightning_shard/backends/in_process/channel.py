@@ -7,7 +7,7 @@ tag, first come first served; a send is over when its receive has come, as with 
 Sources that lie in the storage of a target are copied first, so that every way to alias is right.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -105,10 +105,19 @@ class _Operation:
                     write(target, raw(source))
 
     def all_gather(self) -> None:
-        self._gather_on(self._calls)
+        calls = self._calls
+        given = {(s.rank, rank): one for s in calls for rank, one in s.gives(len(calls)).items()}
+        taken = {(rank, r.rank): slot for r in calls for rank, slot in r.takes().items()}
+        if given.keys() != taken.keys():
+            raise ValueError("each rank must have a tensor for each, and room for what each gives")
+        copies = [(calls[r], slot, calls[s], given[s, r]) for (s, r), slot in taken.items()]
+        for one in copies:
+            _check_numel(*one)
+        sources = unaliased((source for *_, source in copies), taken.values())  # read before
+        for slot, source in zip(taken.values(), sources, strict=True):
+            write(slot, source)
 
-    def gather(self) -> None:
-        self._gather_on([self._root])
+    gather = scatter = all_to_all = all_to_all_single = all_gather
 
     def all_gather_single(self) -> None:
         calls = self._calls
@@ -132,19 +141,6 @@ class _Operation:
             for output, total in zip(call.outputs, totals, strict=True):
                 write(output, total[call.rank])
 
-    def scatter(self) -> None:
-        pairs = zip(self._calls, self._root.inputs, strict=True)
-        _copy((call, call.outputs[0], self._root, source) for call, source in pairs)
-
-    def all_to_all(self) -> None:
-        _copy(
-            (call, slot, sender, sender.inputs[call.rank])
-            for call in self._calls
-            for slot, sender in zip(call.outputs, self._calls, strict=True)
-        )
-
-    all_to_all_single = all_to_all
-
     def barrier(self) -> None:
         pass
 
@@ -154,23 +150,6 @@ class _Operation:
         """Yield for each tensor of a call the ranks' tensors, and what they reduce to."""
         for parts in zip(*(call.inputs for call in self._calls), strict=True):
             yield parts, reduce_tensors([raw(part) for part in parts], self._calls[0].reduce_op)
-
-    def _gather_on(self, receivers: Sequence[Call]) -> None:
-        _copy(
-            (call, slot, sender, sender.inputs[0])
-            for call in receivers
-            for slot, sender in zip(call.outputs, self._calls, strict=True)
-        )
-
-
-def _copy(places: Iterable[tuple[Call, Tensor, Call, Tensor]]) -> None:
-    """Write each receiver's slot with what a sender has for it, all of which is read before."""
-    copies = list(places)
-    for one in copies:
-        _check_numel(*one)
-    sources = unaliased([source for *_, source in copies], [slot for _, slot, *_ in copies])
-    for (_, slot, *_), source in zip(copies, sources, strict=True):
-        write(slot, source)
 
 
 def _check_numel(receiver: Call, slot: Tensor, sender: Call, source: Tensor) -> None:

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -36,7 +36,7 @@ from lightning_shard.backends._c10d import PrefixStore, Store, init_default_grou
 from lightning_shard.backends.authentication.store import JobStore, store_at
 from lightning_shard.backends.authentication.token import JobAddress, remember
 from lightning_shard.backends.base import DEFAULT_TIMEOUT, Backend
-from lightning_shard.backends.calls import Call, describe_tensor
+from lightning_shard.backends.calls import Call
 from lightning_shard.backends.debug_wrapper import debug_name, exchange_collectives, register_debug
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.group_handle import FlightWork, InFlight, OperationWatch, ranks_of
@@ -62,17 +62,18 @@ if TYPE_CHECKING:
 
 Steps = Generator[list[Any], Any, None]
 _MOST_ELEMENTS = 2**31 - 1
+Describe = Callable[..., list[Any]]
 
 
-def full(tensor: Tensor) -> list[Any]:
+def full(tensor: Tensor, _: object = None) -> list[Any]:
     """Describe a contiguous tensor to MPI, in elements, since its counts end at 2**31 - 1."""
     return [_memory(tensor), _checked(tensor.numel()), _type_of_size(tensor.itemsize)]
 
 
-def parts(tensor: Tensor, counts: Sequence[int]) -> list[Any]:
-    """Describe a contiguous tensor whose parts, one for each rank, lie one after the other."""
+def parts(tensor: Tensor, of_ranks: Iterable[Tensor]) -> list[Any]:
+    """Describe a contiguous tensor in which parts of these sizes lie one after the other."""
     _checked(tensor.numel())
-    return [_memory(tensor), (list(counts), None), _type_of_size(tensor.itemsize)]
+    return [_memory(tensor), ([*map(Tensor.numel, of_ranks)], None), _type_of_size(tensor.itemsize)]
 
 
 def _memory(tensor: Tensor) -> Any:
@@ -94,6 +95,13 @@ def _checked(numel: int) -> int:
     return numel
 
 
+_COPIES: dict[str, tuple[str, Describe, Describe]] = {  # MPI's name, and how what is given and what is taken is described to it
+    "all_gather": ("Iallgatherv", full, parts),
+    "gather": ("Igatherv", full, parts),
+    "scatter": ("Iscatterv", parts, full),
+    "all_to_all": ("Ialltoallv", parts, parts),
+    "all_to_all_single": ("Ialltoallv", parts, parts),
+}
 # Up to here every rank gets every rank's tensor at once: one step, where two would take longer.
 _GATHERED_BYTES = 256 << 10
 
@@ -142,9 +150,8 @@ class _Operation:
 
     def _give_slices(self, slices: Sequence[Tensor], flat: Tensor) -> tuple[Any, Tensor]:
         """Start to give each rank its slice; `flat` holds them one after the other."""
-        numel = slices[self._call.rank].numel()
-        received = flat.new_empty(self._size, numel)
-        sent, got = parts(flat, _numels(slices)), parts(received, [numel] * self._size)
+        received = flat.new_empty(self._size, slices[self._call.rank].numel())
+        sent, got = parts(flat, slices), parts(received, received.unbind())
         return self._comm.Ialltoallv(sent, got), received
 
     def _reduce_into(self, output: Tensor, received: Tensor) -> None:
@@ -154,7 +161,7 @@ class _Operation:
 
     def reduce_scatter(self) -> Steps:
         call = self._call
-        _check_room(call, call.outputs[0], call.inputs[call.rank])
+        call.check_own(call.outputs[0], call.inputs[call.rank])
         flat = pack(call.inputs)
         request, received = self._give_slices(call.inputs, flat)
         yield [request]
@@ -174,11 +181,19 @@ class _Operation:
             unpack(flat, call.inputs)
 
     def all_gather(self) -> Steps:
-        call, flat = self._call, room_for(self._call.outputs)
-        _check_room(call, call.outputs[call.rank], call.inputs[0])
-        source = pack(unaliased(call.inputs, call.outputs))
-        yield [self._comm.Iallgatherv(full(source), parts(flat, _numels(call.outputs)))]
-        unpack(flat, call.outputs)
+        call = self._call
+        name, give, take = _COPIES[call.op]
+        call.check_own(call.takes().get(call.rank), call.gives(self._size).get(call.rank))
+        given = pack(unaliased(call.inputs, call.outputs)) if call.inputs else None
+        taken = room_for(call.outputs) if call.outputs else None
+        sent = None if given is None else give(given, call.inputs)
+        received = None if taken is None else take(taken, call.outputs)
+        root = [call.root] if call.root >= 0 else []
+        yield [getattr(self._comm, name)(sent, received, *root)]
+        if taken is not None:
+            unpack(taken, call.outputs)
+
+    gather = scatter = all_to_all = all_to_all_single = all_gather
 
     def all_gather_single(self) -> Steps:
         call = self._call
@@ -199,36 +214,6 @@ class _Operation:
         if own.is_contiguous() and own.data_ptr() == here.data_ptr():
             return None
         return pack(unaliased([own], self._call.outputs))
-
-    def gather(self) -> Steps:
-        call = self._call
-        own = pack(unaliased(call.inputs, call.outputs))
-        if call.rank != call.root:
-            yield [self._comm.Igatherv(full(own), None, call.root)]
-            return
-        _check_room(call, call.outputs[call.rank], call.inputs[0])
-        flat = room_for(call.outputs)
-        yield [self._comm.Igatherv(full(own), parts(flat, _numels(call.outputs)), call.root)]
-        unpack(flat, call.outputs)
-
-    def scatter(self) -> Steps:
-        call, flat, sent = self._call, room_for(self._call.outputs), None
-        if call.rank == call.root:
-            _check_room(call, call.outputs[0], call.inputs[call.rank])
-            given = pack(unaliased(call.inputs, call.outputs))
-            sent = parts(given, _numels(call.inputs))
-        yield [self._comm.Iscatterv(sent, full(flat), call.root)]
-        unpack(flat, call.outputs)
-
-    def all_to_all(self) -> Steps:
-        call, flat = self._call, room_for(self._call.outputs)
-        _check_room(call, call.outputs[call.rank], call.inputs[call.rank])
-        given = pack(unaliased(call.inputs, call.outputs))
-        sent, received = parts(given, _numels(call.inputs)), parts(flat, _numels(call.outputs))
-        yield [self._comm.Ialltoallv(sent, received)]
-        unpack(flat, call.outputs)
-
-    all_to_all_single = all_to_all
 
     def barrier(self) -> Steps:
         yield [self._comm.Ibarrier()]
@@ -252,23 +237,10 @@ class _Operation:
             unpack(flat, [tensor])
 
 
-def _numels(tensors: Sequence[Tensor]) -> list[int]:
-    return [tensor.numel() for tensor in tensors]
-
-
 def _evenly(flat: Tensor, size: int) -> list[Any]:
     """Describe a tensor of equal parts, one for each rank, as `Iallgather` and such want it."""
     memory, numel, datatype = full(flat)
     return [memory, numel // size, datatype]
-
-
-def _check_room(call: Call, slot: Tensor, own: Tensor) -> None:
-    if slot.numel() != own.numel() or slot.dtype != own.dtype:
-        raise ConfigError(
-            f"Rank {call.rank} of the group, {call} at {call.site}: gives itself "
-            f"{describe_tensor(own)}, but has room for {describe_tensor(slot)} there; expected "
-            "the same number of elements of the same dtype."
-        )
 
 
 def _check_full(call: Call, status: Any) -> None:

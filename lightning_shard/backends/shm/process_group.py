@@ -126,10 +126,13 @@ class _Operation:
         yield from self._end()
 
     def all_gather(self) -> Round:
-        call = self._call
-        yield from self._begin(call.inputs, self._written(call.outputs))
-        self._take_from_each(0)
+        call, slots, gathers = self._call, self._call.outputs, "gather" in self._call.op
+        yield from self._begin(call.inputs, self._written(slots) if gathers else slots)
+        for rank, slot in call.takes().items():
+            _copy(slot, self._part(rank, 0 if gathers else call.rank, slot))
         yield from self._end()
+
+    gather = scatter = all_to_all = all_to_all_single = all_gather
 
     def all_gather_single(self) -> Round:
         size, call = self._room.size, self._call
@@ -141,25 +144,6 @@ class _Operation:
         for flat, output in zip(flats, call.outputs, strict=True):
             unpack(flat, [output])
         yield from self._end()
-
-    def gather(self) -> Round:
-        yield from self._begin(self._call.inputs, self._call.outputs)
-        if self._is_root:
-            self._take_from_each(0)
-        yield from self._end()
-
-    def scatter(self) -> Round:
-        call, target = self._call, self._call.outputs[0]
-        yield from self._begin(call.inputs if self._is_root else [], call.outputs)
-        _copy(target, self._part(call.root, self._room.rank, target))
-        yield from self._end()
-
-    def all_to_all(self) -> Round:
-        yield from self._begin(self._call.inputs, self._call.outputs)
-        self._take_from_each(self._room.rank)
-        yield from self._end()
-
-    all_to_all_single = all_to_all
 
     def gather_common(self) -> Round:
         """Bring a common buffer up to date; a second round where some rank has edits to give."""
@@ -258,10 +242,6 @@ class _Operation:
         room = self._room
         places = (room.places(self._number, rank)[index] for rank in range(room.size))
         return [room.view(rank, place, like.dtype) for rank, place in enumerate(places)]
-
-    def _take_from_each(self, index: int) -> None:
-        for rank, slot in enumerate(self._call.outputs):
-            _copy(slot, self._part(rank, index, slot))
 
     def _part(self, rank: int, index: int, slot: Tensor) -> Tensor:
         """Return the tensor that a rank gives at an index, for a slot of this rank."""

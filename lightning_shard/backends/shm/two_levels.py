@@ -82,7 +82,7 @@ class GlooRanks:
     def reduce_given(self, call: Call, given: Sequence[Tensor], output: Tensor) -> None:
         """Reduce what the ranks give to this one into `output`."""
         own = given[self.rank]
-        check_room(call, output, own)
+        call.check_own(output, own)
         received = self._room_like(own)
         self.exchange(given, received)
         if output.numel():
@@ -125,13 +125,24 @@ class _Operations(GlooRanks):
         if call.rank == call.root:
             self.exchange([flat] * self.size, nothing)
         else:
-            self.exchange(nothing, self._for_root(call, flat))
+            self.exchange(nothing, [*nothing[: call.root], flat, *nothing[call.root + 1 :]])
         unpack(flat, call.inputs)
 
     def all_gather(self, call: Call) -> None:
-        check_room(call, call.outputs[self.rank], call.inputs[0])
-        own = pack(unaliased(call.inputs, call.outputs))
-        self._receive([own] * self.size, call.outputs)
+        gives, takes = call.gives(self.size), call.takes()
+        call.check_own(takes.get(self.rank), gives.get(self.rank))
+        packed = (pack([one]) for one in unaliased(call.inputs, call.outputs))
+        given = dict(zip(map(id, call.inputs), packed, strict=True))
+        rooms = {rank: room_for([slot]) for rank, slot in takes.items()}
+        nothing, ranks = raw((*call.inputs, *call.outputs)[0]).new_empty(0), range(self.size)
+        self.exchange(
+            [given[id(gives[rank])] if rank in gives else nothing for rank in ranks],
+            [rooms.get(rank, nothing) for rank in ranks],
+        )
+        for rank, room in rooms.items():
+            unpack(room, [takes[rank]])
+
+    gather = scatter = all_to_all = all_to_all_single = all_gather
 
     def all_gather_single(self, call: Call) -> None:
         for source, output in zip(call.inputs, call.outputs, strict=True):
@@ -143,61 +154,16 @@ class _Operations(GlooRanks):
             self.exchange([own] * self.size, slots)
             unpack(flat, [output])
 
-    def gather(self, call: Call) -> None:
-        own = pack(unaliased(call.inputs, call.outputs))
-        given = self._for_root(call, own)
-        if call.rank == call.root:
-            check_room(call, call.outputs[call.rank], call.inputs[0])
-            self._receive(given, call.outputs)
-        else:
-            self.exchange(given, [own[:0]] * self.size)
-
-    def scatter(self, call: Call) -> None:
-        flat = room_for(call.outputs)
-        given = [flat[:0]] * self.size
-        if call.rank == call.root:
-            check_room(call, call.outputs[0], call.inputs[call.rank])
-            given = [pack([one]) for one in unaliased(call.inputs, call.outputs)]
-        self.exchange(given, self._for_root(call, flat))
-        unpack(flat, call.outputs)
-
-    def all_to_all(self, call: Call) -> None:
-        check_room(call, call.outputs[call.rank], call.inputs[call.rank])
-        given = [pack([one]) for one in unaliased(call.inputs, call.outputs)]
-        self._receive(given, call.outputs)
-
-    all_to_all_single = all_to_all
-
     def barrier(self, call: Call) -> None:
         del call
         self.exchange([torch.zeros(1)] * self.size, [torch.empty(1) for _ in range(self.size)])
 
     monitored_barrier = barrier
 
-    def _for_root(self, call: Call, flat: Tensor) -> list[Tensor]:
-        """Return what goes to, or comes from, the root alone: a tensor in its place."""
-        return [flat if rank == call.root else flat[:0] for rank in range(self.size)]
-
-    def _receive(self, given: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
-        rooms = [room_for([slot]) for slot in slots]
-        self.exchange(given, rooms)
-        for room, slot in zip(rooms, slots, strict=True):
-            unpack(room, [slot])
-
 
 def even_slices(flat: Tensor, size: int) -> list[Tensor]:
     """Return a flat tensor's slices for so many ranks, which divide it."""
     return list(flat.view(size, flat.numel() // size).unbind())
-
-
-def check_room(call: Call, slot: Tensor, own: Tensor) -> None:
-    """Raise CollectiveMismatchError unless what this rank gives to itself fits."""
-    if slot.numel() != own.numel():
-        raise CollectiveMismatchError(
-            f"Rank {call.rank} of the group, {call} at {call.site}: got {describe_tensor(own)}, "
-            f"expected {describe_tensor(slot)}, for which there is room here. Make outputs of the "
-            f"sizes that the ranks give."
-        )
 
 
 class LineFlight(InFlight):
@@ -351,7 +317,7 @@ class Levels:
 
     def reduce_scatter(self, call: Call, given: Sequence[Tensor], output: Tensor) -> None:
         """Sum what the ranks give to this one into `output`; `given` has a tensor for each rank."""
-        check_room(call, output, given[call.rank])
+        call.check_own(output, given[call.rank])
         places = range(self.inner.size())
         inputs = [_column(self._of_place(given, place)) for place in places]
         own = own_heap().empty(inputs[self.place].numel(), inputs[0].dtype)
@@ -365,7 +331,7 @@ class Levels:
 
     def all_gather(self, call: Call, own: Tensor, slots: Sequence[Tensor]) -> None:
         """Bring the ranks' tensors together in `slots`, one for each rank."""
-        check_room(call, slots[call.rank], own)
+        call.check_own(slots[call.rank], own)
         places = range(self.inner.size())
         sizes = [[one.numel() for one in self._of_place(slots, place)] for place in places]
         brought = own_heap().empty(sum(sizes[self.place]), own.dtype)

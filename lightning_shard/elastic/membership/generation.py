@@ -17,7 +17,7 @@ import torch
 from lightning_shard.backends._c10d import Store
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.liveness.thread import Terminable
-from lightning_shard.checkpoint.host_buffers import HostBuffers, SnapshotBuffers
+from lightning_shard.checkpoint.host_buffers import HostBuffers
 from lightning_shard.checkpoint.rank_snapshot import Snapshot
 from lightning_shard.errors import EvictedError, JobOverError
 
@@ -136,7 +136,7 @@ class Membership(Protocol):
         """Find what predecessors have left of the fit that begins; each rank must call."""
         return
 
-    def make_buffers(self) -> SnapshotBuffers:
+    def make_buffers(self) -> HostBuffers:
         """Return where this rank's snapshots of the present fit are written."""
         return HostBuffers()
 

@@ -41,7 +41,7 @@ from lightning_shard.backends.authentication.token import JobAddress, make_priva
 from lightning_shard.backends.in_process.world import ElasticWorld, current_world
 from lightning_shard.backends.liveness.job_server import tell_address
 from lightning_shard.backends.objects import gather_objects
-from lightning_shard.checkpoint.host_buffers import SPARE_BYTES, full_buffer, take_fitting
+from lightning_shard.checkpoint.host_buffers import HostBuffers
 from lightning_shard.checkpoint.rank_snapshot import Snapshot
 from lightning_shard.core import settings
 from lightning_shard.elastic.membership.generation import (
@@ -80,32 +80,42 @@ def job_folder(job: str, root: Path | None = None) -> Path:
     return folder
 
 
-class SharedMemoryBuffers:
+class SharedMemoryBuffers(HostBuffers):
     """Buffers of snapshots in a job's folder."""
 
     def __init__(self, folder: Path, writer: str, generation: int = 0) -> None:
+        super().__init__()
         self._stem = folder / f"{generation:06d}-{_UNSAFE.sub('_', writer)}"
         self._num_made = 0
         self._paths: dict[int, Path] = {}  # by address, without suffix
-        self._idle: list[Tensor] = []
 
-    def lend(self, num_bytes: int) -> Tensor:
-        """Return a buffer of so many bytes: uint8, 1-D, in host memory."""
-        buffer = take_fitting(self._idle, num_bytes)
-        if buffer is None:
-            while self._idle:  # of another number of ranks
-                self.forget(self._idle.pop())
-            path = Path(f"{self._stem}-{self._num_made}{_OPEN}")
-            self._num_made += 1
-            buffer = _make(path, num_bytes + SPARE_BYTES)
-            self._paths[buffer.data_ptr()] = path
-        return buffer[:num_bytes]
+    @override
+    def _make(self, num_bytes: int) -> Tensor:
+        path = Path(f"{self._stem}-{self._num_made}{_OPEN}")
+        self._num_made += 1
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)  # else a full memory is a SIGBUS, later
+        except OSError as error:
+            path.unlink()
+            raise CheckpointError(
+                f"No room for a snapshot of {num_bytes} bytes in {path.parent}: {error}. Each rank "
+                f"needs five there. Make the memory file system larger (docker: --shm-size), or "
+                f"give another folder."
+            ) from error
+        finally:
+            os.close(descriptor)
+        buffer = _map(path, shared=True)
+        self._paths[buffer.data_ptr()] = path
+        return buffer
 
+    @override
     def keep(self, data: Tensor) -> None:
         """Let a complete snapshot be found from now on."""
         path = self._paths[data.data_ptr()]
         path.rename(path.with_suffix(_COMPLETE))
 
+    @override
     def give_back(self, data: Tensor) -> None:
         """Take a buffer back, to be written again; one from elsewhere is passed over."""
         path = self._paths.get(data.data_ptr())
@@ -114,8 +124,9 @@ class SharedMemoryBuffers:
         full = path.with_suffix(_COMPLETE)
         if full.exists():
             full.rename(path)
-        self._idle.append(full_buffer(data))
+        super().give_back(data)
 
+    @override
     def forget(self, data: Tensor) -> None:
         """Remove a buffer's name; its memory goes with its last user."""
         self._paths.pop(data.data_ptr()).unlink(missing_ok=True)
@@ -165,22 +176,6 @@ def _is_running(process: int) -> bool:
     except OSError as error:
         return not isinstance(error, ProcessLookupError)
     return True
-
-
-def _make(path: Path, num_bytes: int) -> Tensor:
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, num_bytes)  # else a full memory is a SIGBUS, later
-    except OSError as error:
-        path.unlink()
-        raise CheckpointError(
-            f"No room for a snapshot of {num_bytes} bytes in {path.parent}: {error}. Each rank "
-            f"needs five there. Make the memory file system larger (docker: --shm-size), or give "
-            f"another folder."
-        ) from error
-    finally:
-        os.close(descriptor)
-    return _map(path, shared=True)
 
 
 def _map(path: Path, *, shared: bool) -> Tensor:
