@@ -95,7 +95,9 @@ def _checked(numel: int) -> int:
     return numel
 
 
-_COPIES: dict[str, tuple[str, Describe, Describe]] = {  # MPI's name, and how what is given and what is taken is described to it
+_COPIES: dict[
+    str, tuple[str, Describe, Describe]
+] = {  # MPI's name, and how what is given and what is taken is described to it
     "all_gather": ("Iallgatherv", full, parts),
     "gather": ("Igatherv", full, parts),
     "scatter": ("Iscatterv", parts, full),

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_shard.backends import liveness
 from lightning_shard.backends._c10d import PrefixStore, Store
-from lightning_shard.backends.calls import Call, describe_tensor, op_name
+from lightning_shard.backends.calls import Call, op_name
 from lightning_shard.backends.exchange import start_exchange
 from lightning_shard.backends.group_handle import CallWork, FlightWork, InFlight, ranks_of
 from lightning_shard.backends.liveness.interruption import end_at_exit
@@ -37,7 +37,6 @@ from lightning_shard.backends.rank_order import reduce_tensors
 from lightning_shard.backends.shapes import FIRST_RESERVED_TAG
 from lightning_shard.backends.shm.heap import own_heap
 from lightning_shard.backends.shm.process_group import BACKEND_NAME, ShmGroup
-from lightning_shard.errors import CollectiveMismatchError
 
 _AT_ONCE_BYTES = 64 << 10  # up to here three steps take longer than one over Gloo
 _SUMS = ("SUM", "AVG")
