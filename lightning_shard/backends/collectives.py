@@ -250,13 +250,16 @@ class Collectives:
         """
         check_op(op, tensor.dtype)
         check_contiguous("all_reduce", self.rank, tensor)
-        sent = ring_share(2 * tensor.numel(), self.size)
-        self.traffic.count("all_reduce", sent, self._all_reduce_dtype(tensor, op).itemsize)
+        sent = (
+            ring_share(2 * tensor.numel(), self.size),
+            self._all_reduce_dtype(tensor, op).itemsize,
+        )
         source = target = tensor.detach().view(-1)
         if output is not None:
             check_result("all_reduce", self.rank, output, tensor)
             target = output.detach().view(-1)
-        return self.start("all_reduce", partial(self._all_reduce, target, source, op), async_op)
+        begin = partial(self._all_reduce, target, source, op)
+        return self.start("all_reduce", begin, async_op, *sent)
 
     def reduce_scatter(
         self,
@@ -284,21 +287,17 @@ class Collectives:
         """
         check_op(op, input.dtype)
         check_sum_dtype("reduce_scatter", self.rank, output, input)
+        pair = (output.detach(), input.detach())
         if sizes is not None and len(set(sizes)) > 1:
             check_slices("reduce_scatter", self.rank, sizes, full=input, local=output)
-            sent = input.numel() - output.numel()
-            self.traffic.count("reduce_scatter", sent, input.itemsize)
-            both = (output.detach(), input.detach())
-            return self.start(
-                "reduce_scatter", partial(self._reduce_slices, *both, list(sizes), op), async_op
-            )
-        check_full_and_local("reduce_scatter", self.rank, self.size, full=input, local=output)
-        sent = ring_share(input.numel(), self.size)
-        self.traffic.count(
-            "reduce_scatter", sent, self._reduce_scatter_dtype(output, input, op).itemsize
-        )
-        pair = (output.detach(), input.detach())
-        return self.start("reduce_scatter", partial(self._reduce_scatter, *pair, op), async_op)
+            begin = partial(self._reduce_slices, *pair, list(sizes), op)
+            sent, dtype = input.numel() - output.numel(), input.dtype
+        else:
+            check_full_and_local("reduce_scatter", self.rank, self.size, full=input, local=output)
+            begin = partial(self._reduce_scatter, *pair, op)
+            sent = ring_share(input.numel(), self.size)
+            dtype = self._reduce_scatter_dtype(output, input, op)
+        return self.start("reduce_scatter", begin, async_op, sent, dtype.itemsize)
 
     def all_gather(
         self,
@@ -324,14 +323,12 @@ class Collectives:
         pair = (output.detach(), input.detach())
         if sizes is not None and len(set(sizes)) > 1:
             check_slices("all_gather", self.rank, sizes, full=output, local=input)
-            sent = (self.size - 1) * input.numel()
-            self.traffic.count("all_gather", sent, input.itemsize)
-            return self.start(
-                "all_gather", partial(self._gather_slices, *pair, list(sizes)), async_op
-            )
-        check_full_and_local("all_gather", self.rank, self.size, full=output, local=input)
-        self.traffic.count("all_gather", ring_share(output.numel(), self.size), input.itemsize)
-        return self.start("all_gather", partial(self._all_gather, *pair), async_op)
+            begin = partial(self._gather_slices, *pair, list(sizes))
+        else:
+            check_full_and_local("all_gather", self.rank, self.size, full=output, local=input)
+            begin = partial(self._all_gather, *pair)
+        sent = (self.size - 1) * input.numel()
+        return self.start("all_gather", begin, async_op, sent, input.itemsize)
 
     def all_to_all(
         self,
@@ -360,9 +357,9 @@ class Collectives:
         place = ("all_to_all", self.rank, self.size)
         received = checked_splits(*place, "output", output, output_split_sizes)
         given = checked_splits(*place, "input", input, input_split_sizes)
-        self.traffic.count("all_to_all", input.numel() - given[self.rank], input.itemsize)
-        pair = (output.detach(), input.detach())
-        return self.start("all_to_all", partial(self._all_to_all, *pair, received, given), async_op)
+        begin = partial(self._all_to_all, output.detach(), input.detach(), received, given)
+        sent = input.numel() - given[self.rank]
+        return self.start("all_to_all", begin, async_op, sent, input.itemsize)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, async_op: bool = False) -> Pending:
         """Overwrite `tensor` on every rank with that of rank `src`.
@@ -378,9 +375,9 @@ class Collectives:
         """
         check_contiguous("broadcast", self.rank, tensor)
         check_peer("broadcast", self.rank, self.size, src)
-        self.traffic.count("broadcast", tensor.numel() if self.size > 1 else 0, tensor.itemsize)
-        flat = tensor.detach().view(-1)
-        return self.start("broadcast", partial(self._broadcast, flat, src), async_op)
+        begin = partial(self._broadcast, tensor.detach().view(-1), src)
+        sent = tensor.numel() if self.size > 1 else 0
+        return self.start("broadcast", begin, async_op, sent, tensor.itemsize)
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0, *, async_op: bool = False) -> Pending:
         """Send `tensor` (any shape, contiguous) to `peer`, which must call `recv`.
@@ -391,20 +388,17 @@ class Collectives:
             RankFailedError: The peer has died.
         """
         check_message("send", self.rank, self.size, tensor, peer, tag)
-        self.traffic.count("send", tensor.numel(), tensor.itemsize)
-        flat = tensor.detach().view(-1)
-        return self.start("send", partial(self._send, flat, peer, tag), async_op)
+        begin = partial(self._send, tensor.detach().view(-1), peer, tag)
+        return self.start("send", begin, async_op, tensor.numel(), tensor.itemsize)
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0, *, async_op: bool = False) -> Pending:
         """Receive into `tensor` what `peer` sends under this tag; raises as `send` does."""
         check_message("recv", self.rank, self.size, tensor, peer, tag)
-        self.traffic.count("recv", 0, tensor.itemsize)
-        flat = tensor.detach().view(-1)
-        return self.start("recv", partial(self._recv, flat, peer, tag), async_op)
+        begin = partial(self._recv, tensor.detach().view(-1), peer, tag)
+        return self.start("recv", begin, async_op)
 
     def barrier(self) -> None:
         """Return once every rank of the group has called."""
-        self.traffic.count("barrier", 0, 0)
         with self._call("barrier"):
             dist.barrier(group=self.group)
 
@@ -414,7 +408,6 @@ class Collectives:
         Raises:
             RankFailedError: A peer has died, or what came in its place bears no code of this job.
         """
-        self.traffic.count("all_gather_object", 0, 0)
         with self._call("all_gather_object"):
             return cast("list[T]", gather_objects(self.group, obj))
 
@@ -425,14 +418,19 @@ class Collectives:
             RankFailedError: A peer has died, or what came in its place bears no code of this job.
         """
         check_peer("broadcast_object", self.rank, self.size, src)
-        self.traffic.count("broadcast_object", 0, 0)
         with self._call("broadcast_object"):
             return cast(T, broadcast_object(self.group, obj, src))
 
     def start(
-        self, operation: str, begin: Callable[[], StartedTransfer], async_op: bool = True
+        self,
+        operation: str,
+        begin: Callable[[], StartedTransfer],
+        async_op: bool = True,
+        sent: int = 0,
+        element_bytes: int = 0,
     ) -> Pending:
-        """Begin an operation, which a backend may have besides, watched and timed as all are."""
+        """Begin an operation, which a backend may have besides, counted and timed as all are."""
+        self.traffic.count(operation, sent, element_bytes)
         place = self._place(operation)
         with Span(place):
             transfer = begin()
@@ -448,6 +446,7 @@ class Collectives:
 
     @contextmanager
     def _call(self, operation: str) -> Iterator[None]:
+        self.traffic.count(operation, 0, 0)
         with Span(self._place(operation)) as span:
             yield
             span.has_waited()

@@ -95,15 +95,15 @@ def _checked(numel: int) -> int:
     return numel
 
 
-_COPIES: dict[
-    str, tuple[str, Describe, Describe]
-] = {  # MPI's name, and how what is given and what is taken is described to it
+_COPIES: dict[str, tuple[str, Describe, Describe]] = {
     "all_gather": ("Iallgatherv", full, parts),
     "gather": ("Igatherv", full, parts),
     "scatter": ("Iscatterv", parts, full),
     "all_to_all": ("Ialltoallv", parts, parts),
     "all_to_all_single": ("Ialltoallv", parts, parts),
 }
+"""MPI's name of each, and how it is told what is given and what is taken."""
+
 # Up to here every rank gets every rank's tensor at once: one step, where two would take longer.
 _GATHERED_BYTES = 256 << 10
 
