@@ -57,11 +57,11 @@ def find_cause(lab: Laboratory) -> Cause:
         if found is not None:
             return found
     return Cause(
-        name="unknown",
-        because="none of the experiments explains it",
-        evidence="random numbers, batch norms, the loss of the batch's parts, equal batches on all "
+        "unknown",
+        "none of the experiments explains it",
+        "random numbers, batch norms, the loss of the batch's parts, equal batches on all "
         "ranks, hooks and callbacks were tried, each by itself",
-        advice="look at the tensor that is named above, on that rank; "
+        "look at the tensor that is named above, on that rank; "
         "strategy='shard_ddp' is the simplest case to compare with",
     )
 
@@ -76,11 +76,11 @@ def _divergence(lab: Laboratory) -> Cause | None:
     if all(abs(one) <= _DIVERGED * max(1.0, abs(losses[0])) for one in losses):  # not so of NaN
         return None
     return Cause(
-        name="divergence",
-        because=f"the fit diverges, on one device too: its loss goes from {losses[0]:.3g} to "
+        "divergence",
+        f"the fit diverges, on one device too: its loss goes from {losses[0]:.3g} to "
         f"{losses[-1]:.3g}, and rounding grows with it",
-        evidence="the losses of one device up to this step",
-        advice="prove with a smaller learning rate, or with clipped gradients",
+        "the losses of one device up to this step",
+        "prove with a smaller learning rate, or with clipped gradients",
     )
 
 
@@ -89,22 +89,15 @@ def _batch_norm(lab: Laboratory) -> Cause | None:
     if not names or not lab.vanishes(changes.with_fixed_statistics):
         return None
     return Cause(
-        name="batch norm",
-        because=f"batch norm in {_some(names)}: each rank normalises by the statistics of its own "
-        "samples",
-        evidence="with fixed statistics the ranks and one device are equal",
-        advice="pass Trainer(sync_batchnorm=True), or take a norm of single samples (GroupNorm, "
+        "batch norm",
+        f"batch norm in {_some(names)}: each rank normalises by the statistics of its own samples",
+        "with fixed statistics the ranks and one device are equal",
+        "pass Trainer(sync_batchnorm=True), or take a norm of single samples (GroupNorm, "
         "LayerNorm); with large batches on each rank it is often left as it is",
     )
 
 
-def _edits(lab: Laboratory) -> Cause | None:
-    """Hooks of parameters, of the module and of callbacks, each left out by itself."""
-    for experiment in (_gathers, _parameter_hooks, _backward_hooks, _module_hooks, _callbacks):
-        found = experiment(lab)
-        if found is not None:
-            return found
-    return None
+# Hooks of parameters, of the module and of callbacks, each left out by itself.
 
 
 def _gathers(lab: Laboratory) -> Cause | None:
@@ -112,11 +105,11 @@ def _gathers(lab: Laboratory) -> Cause | None:
     if not gathers or not lab.vanishes(changes.with_gathered_gradients):
         return None
     return Cause(
-        name="gather without gradients",
-        because="self.all_gather(...) is called without sync_grads=True, so that what the other "
+        "gather without gradients",
+        "self.all_gather(...) is called without sync_grads=True, so that what the other "
         "ranks have given gets no gradient",
-        evidence=f"{gathers} calls; with sync_grads=True the ranks and one device are equal",
-        advice="pass sync_grads=True",
+        f"{gathers} calls; with sync_grads=True the ranks and one device are equal",
+        "pass sync_grads=True",
     )
 
 
@@ -125,11 +118,11 @@ def _parameter_hooks(lab: Laboratory) -> Cause | None:
     if not names or not lab.vanishes(changes.without_parameter_hooks):
         return None
     return Cause(
-        name="parameter hook",
-        because=f"the hook on {', '.join(map(repr, names[:3]))} edits the gradient of each rank's "
+        "parameter hook",
+        f"the hook on {', '.join(map(repr, names[:3]))} edits the gradient of each rank's "
         "own samples, before it is averaged, by something that is no multiple of it",
-        evidence="without parameters' hooks the ranks and one device are equal",
-        advice="edit the averaged gradient, in on_before_optimizer_step",
+        "without parameters' hooks the ranks and one device are equal",
+        "edit the averaged gradient, in on_before_optimizer_step",
     )
 
 
@@ -160,18 +153,17 @@ def _by_what(lab: Laboratory, named: CauseName, who: str, without: str) -> Cause
     because = f"{who} does something else on a rank than on one device: "
     if lab.are_one_on_same_samples():
         return Cause(
-            name=named,
-            because=because + "it uses what only this rank knows, its loss or its samples",
-            evidence=evidence + "; with the same samples on all ranks they are, too",
-            advice="let all ranks compute from the same numbers: average them first, "
+            named,
+            because + "it uses what only this rank knows, its loss or its samples",
+            evidence + "; with the same samples on all ranks they are, too",
+            "let all ranks compute from the same numbers: average them first, "
             "self.trainer.strategy.reduce(value, reduce_op='mean')",
         )
     return Cause(
-        name=named,
-        because=because + "it uses the rank, the number of ranks, or a collective call",
-        evidence=evidence + "; with the same samples on all ranks they still differ",
-        advice="leave ranks and sums over them out of it: the strategy has averaged the gradients "
-        "already",
+        named,
+        because + "it uses the rank, the number of ranks, or a collective call",
+        evidence + "; with the same samples on all ranks they still differ",
+        "leave ranks and sums over them out of it: the strategy has averaged the gradients already",
     )
 
 
@@ -202,23 +194,23 @@ def log_cause(lab: Laboratory, place: Place) -> Cause:
         evidence = "neither the ranks' mean nor their sum is one device's"
         advice = "log a torchmetrics.Metric, which adds up what it needs over the ranks"
     return Cause(
-        name="unsynchronised log",
-        because=f"{place.name!r} is logged with rank_zero_only=True, or for a group of ranks: each "
+        "unsynchronised log",
+        f"{place.name!r} is logged with rank_zero_only=True, or for a group of ranks: each "
         "has the value of its own samples, and loggers get rank 0's",
-        evidence=evidence,
-        advice=advice,
+        evidence,
+        advice,
     )
 
 
 def _averaged_log(name: str, values: Tensor, expected: Tensor) -> Cause:
     return Cause(
-        name="averaged log",
-        because=f"{name!r} is brought together over the ranks, but what they have is not what one "
+        "averaged log",
+        f"{name!r} is brought together over the ranks, but what they have is not what one "
         "device makes of all samples: a function of a mean (an exponential, a root, a ratio), a "
         "sum, or a mean of unequal counts",
-        evidence=f"it is logged for an epoch, with sync_dist=True or as a metric; rank 0 has "
+        f"it is logged for an epoch, with sync_dist=True or as a metric; rank 0 has "
         f"{float(values[0]):.6g}, one device {float(expected):.6g}",
-        advice="log what is a mean over samples and compute the rest from it afterwards, or log a "
+        "log what is a mean over samples and compute the rest from it afterwards, or log a "
         "torchmetrics.Metric, which adds up what it needs over the ranks",
     )
 
@@ -249,23 +241,23 @@ def _otherwise_on_ranks(lab: Laboratory) -> Cause | None:
         at = _first_apart(lab, own[0], gradients)
         if at is not None:
             return Cause(
-                name="rank dependent",
-                because="the loss is the same on all ranks and its gradient is not: something in "
+                "rank dependent",
+                "the loss is the same on all ranks and its gradient is not: something in "
                 f"the backward pass depends on the rank (a detach, a hook, a function of one's "
                 f"own), so that rank {rank} has another gradient than rank 0",
-                evidence=f"on the same batch, with the same weights, the norm of the gradient of "
+                f"on the same batch, with the same weights, the norm of the gradient of "
                 f"{place.name!r} is {float(own[0][at].norm()):.6g} on rank 0 and "
                 f"{float(gradients[at].norm()):.6g} on rank {rank}",
-                advice="let every rank compute the same, also what has no gradient",
+                "let every rank compute the same, also what has no gradient",
             )
     return Cause(
-        name="number of ranks",
-        because="the loss is right and its gradient is not: something in the backward pass (a "
+        "number of ranks",
+        "the loss is right and its gradient is not: something in the backward pass (a "
         "hook, a function of one's own) multiplies, divides or adds up over the ranks, and the "
         "strategies have averaged over them already",
-        evidence=f"on the same batch all ranks have the same gradient of {place.name!r}, and one "
+        f"on the same batch all ranks have the same gradient of {place.name!r}, and one "
         "device has another",
-        advice="leave the number of ranks and collective calls out of the backward pass",
+        "leave the number of ranks and collective calls out of the backward pass",
     )
 
 
@@ -309,34 +301,25 @@ def _no_mean(lab: Laboratory) -> Cause | None:
         return None
     if lab.same(torch.stack(found).sum(0), expected):
         return Cause(
-            name="sum",
-            because="the gradient is a sum over samples: " + AVERAGES,
-            evidence=f"on one device alone the gradient of {place.name!r} of the whole batch is "
+            "sum",
+            "the gradient is a sum over samples: " + AVERAGES,
+            f"on one device alone the gradient of {place.name!r} of the whole batch is "
             "the sum of those of its parts",
-            advice=MEAN_ADVICE,
+            MEAN_ADVICE,
         )
     return Cause(
-        name="batch dependent",
-        because="the gradient is no mean over samples: what backward gives a "
+        "batch dependent",
+        "the gradient is no mean over samples: what backward gives a "
         "sample depends on the other samples of its batch (a loss divided by its own value, a "
         "gradient that a hook or a function normalises or clips), and each rank has its own batch",
-        evidence=f"on one device alone the gradient of {place.name!r} of the whole batch is not "
+        f"on one device alone the gradient of {place.name!r} of the whole batch is not "
         "the mean of those of its parts",
-        advice="divide by what is averaged over the ranks: "
+        "divide by what is averaged over the ranks: "
         "self.trainer.strategy.reduce(value, reduce_op='mean')",
     )
 
 
 # Experiments on what a step leaves: buffers, weights, options of optimizers, gradients' scale.
-
-
-def cause_in_update(lab: Laboratory) -> Cause | None:
-    """Return why buffers or weights differ, or gradients by a factor."""
-    for experiment in (_group_option, _buffer, _shared_memory, _matrices):
-        found = experiment(lab)
-        if found is not None:
-            return found
-    return None
 
 
 def _group_option(lab: Laboratory) -> Cause | None:
@@ -350,17 +333,17 @@ def _group_option(lab: Laboratory) -> Cause | None:
     named: CauseName = "learning rate" if option == RATE else "optimizer option"
     if lab.are_one_on_same_samples():
         return Cause(
-            name=named,
-            because=f"{what} is computed from what only this rank knows",
-            evidence=f"{evidence}; with the same samples on all ranks they are equal",
-            advice="compute it from numbers that are equal on all ranks: "
+            named,
+            f"{what} is computed from what only this rank knows",
+            f"{evidence}; with the same samples on all ranks they are equal",
+            "compute it from numbers that are equal on all ranks: "
             "self.trainer.strategy.reduce(value, reduce_op='mean')",
         )
     return Cause(
-        name=named,
-        because=f"{what} depends on the rank or on the number of ranks",
-        evidence=f"{evidence}, with the same samples on all ranks as well",
-        advice="leave trainer.world_size and the rank out of it. Scaling with the samples of a "
+        named,
+        f"{what} depends on the rank or on the number of ranks",
+        f"{evidence}, with the same samples on all ranks as well",
+        "leave trainer.world_size and the rank out of it. Scaling with the samples of a "
         "step is no mistake where it is meant: scale with those of all ranks, which one device "
         "has, too",
     )
@@ -378,11 +361,11 @@ def _buffer(lab: Laboratory) -> Cause | None:
         return None
     what = "frozen parameter" if is_frozen else "buffer"
     return Cause(
-        name="buffer of own samples",
-        because=f"the {what} {place.name!r} is written in the step from the samples of the rank, "
+        "buffer of own samples",
+        f"the {what} {place.name!r} is written in the step from the samples of the rank, "
         "and rank 0's values are kept",
-        evidence="with the same samples on all ranks it is one device's",
-        advice="average what is written over the ranks first: "
+        "with the same samples on all ranks it is one device's",
+        "average what is written over the ranks first: "
         "self.trainer.strategy.reduce(value, reduce_op='mean')",
     )
 
@@ -393,12 +376,12 @@ def _shared_memory(lab: Laboratory) -> Cause | None:
         if name in (one, two) or name.endswith((f" of {one}", f" of {two}")):
             other = two if name == one else one
             return Cause(
-                name="shared memory",
-                because=f"{one!r} and {two!r} are two parameters in the same memory (assigned by "
+                "shared memory",
+                f"{one!r} and {two!r} are two parameters in the same memory (assigned by "
                 f".data), so that on one device an update of {other!r} changes {name!r} as well; "
                 "the strategies give each parameter memory of its own",
-                evidence="their storages begin at the same address",
-                advice=f"tie them as one parameter: {two} = {one}, without .data",
+                "their storages begin at the same address",
+                f"tie them as one parameter: {two} = {one}, without .data",
             )
     return None
 
@@ -412,12 +395,12 @@ def _matrices(lab: Laboratory) -> Cause | None:
     if [one for one in found.counting if one.place.kind in ("weight", "gradient", "loss")]:
         return None
     return Cause(
-        name="full matrices",
-        because="the optimizer's update of an element depends on other elements of its parameter, "
+        "full matrices",
+        "the optimizer's update of an element depends on other elements of its parameter, "
         "and the strategy gives it shards",
-        evidence="the gradients are one device's; under shard_ddp, which keeps parameters full, so "
+        "the gradients are one device's; under shard_ddp, which keeps parameters full, so "
         "are the weights",
-        advice="use strategy='shard_ddp', or an element-wise optimizer such as AdamW",
+        "use strategy='shard_ddp', or an element-wise optimizer such as AdamW",
     )
 
 
@@ -471,18 +454,18 @@ def cause_in_random_numbers(lab: Laboratory) -> Cause | None:
     for change, who, when in tried_without:
         if first_random(*tried, change) is None:
             return Cause(
-                name="dropout",
-                because=f"{who}: each rank drops other elements than one device does",
-                evidence="one device differs from itself with another seed, and does not "
+                "dropout",
+                f"{who}: each rank drops other elements than one device does",
+                "one device differs from itself with another seed, and does not "
                 + when
                 + _rest(lab, change),
-                advice=advice,
+                advice,
             )
     return Cause(
-        name="random numbers",
-        because=f"{moved} draws random numbers, other ones on each rank",
-        evidence="one device differs from itself with another seed, in evaluation mode as well",
-        advice="it is no mistake if each sample gets numbers of its own; what all samples share "
+        "random numbers",
+        f"{moved} draws random numbers, other ones on each rank",
+        "one device differs from itself with another seed, in evaluation mode as well",
+        "it is no mistake if each sample gets numbers of its own; what all samples share "
         "(a mask of layers, a permutation) has to be drawn alike on all ranks: from a "
         "torch.Generator that is seeded with the number of the step",
     )
@@ -502,11 +485,11 @@ def cause_in_shared_values(
     if moved is None or not changed:
         return None
     return Cause(
-        name="shared attribute",
-        because=f"{' and '.join(changed[:3])} belongs to a class or a file, and not to the module: "
+        "shared attribute",
+        f"{' and '.join(changed[:3])} belongs to a class or a file, and not to the module: "
         "ranks that are threads of one process share it, and each changes it for the others",
-        evidence="one device differs from itself with the same seed, and this value has changed",
-        advice="ranks that are processes have one each, and may train as one device does. To prove "
+        "one device differs from itself with the same seed, and this value has changed",
+        "ranks that are processes have one each, and may train as one device does. To prove "
         "the rest, keep it in the module: self.name = ... in __init__",
     )
 
@@ -583,12 +566,12 @@ def cause_in_loss(lab: Laboratory) -> Cause | None:
 def _kept(lab: Laboratory, evidence: str) -> Cause:
     names = _written(lab)
     return Cause(
-        name="buffer of own samples" if names else "kept from own samples",
-        because="the loss depends on something that the module keeps from batch to batch and that "
+        "buffer of own samples" if names else "kept from own samples",
+        "the loss depends on something that the module keeps from batch to batch and that "
         "each rank takes from its own samples (a buffer, a frozen parameter, a number of samples, "
         "an attribute)",
-        evidence=evidence + names,
-        advice="keep what all ranks have together: self.trainer.strategy.reduce(value, "
+        evidence + names,
+        "keep what all ranks have together: self.trainer.strategy.reduce(value, "
         "reduce_op='mean'), reduce_op='sum' for counts",
     )
 
@@ -611,29 +594,29 @@ def _loss_no_mean(lab: Laboratory, own: list[Tensor], whole: Tensor) -> Cause:
     scale = float(alone.abs())
     if not lab.same(twice, alone, scale) and lab.same(thrice - twice, growth, scale):
         return Cause(
-            name="sum",
-            because="the loss is a sum over samples, or has a part that is: " + AVERAGES,
-            evidence=f"{seen}; with each sample twice it grows from {float(alone):.6g} to "
+            "sum",
+            "the loss is a sum over samples, or has a part that is: " + AVERAGES,
+            f"{seen}; with each sample twice it grows from {float(alone):.6g} to "
             f"{float(twice):.6g}, and by as much with each sample three times",
-            advice=MEAN_ADVICE,
+            MEAN_ADVICE,
         )
     if lab.same(twice, alone, scale) and _is_weighted(lab, one, two, own):
         return Cause(
-            name="unequal counts",
-            because="the loss is an average in which ranks count differently (ignored targets, "
+            "unequal counts",
+            "the loss is an average in which ranks count differently (ignored targets, "
             "padding, weights of classes): a mean of means is not the mean of all. " + AVERAGES,
-            evidence=f"{seen}; with each sample twice it stays, and the weights of the parts that "
+            f"{seen}; with each sample twice it stays, and the weights of the parts that "
             "this needs foretell the loss with one part twice",
-            advice="divide the sum by the mean count of all ranks: "
+            "divide the sum by the mean count of all ranks: "
             "count = self.trainer.strategy.reduce(count, reduce_op='mean')",
         )
     return Cause(
-        name="batch dependent",
-        because="the loss of a sample depends on the other samples of its batch (a contrastive "
+        "batch dependent",
+        "the loss of a sample depends on the other samples of its batch (a contrastive "
         "loss, a statistic of the batch, the hardest samples), and each rank has its own batch",
-        evidence=f"{seen}; with each sample twice it is {float(twice):.6g}, and no weights of the "
+        f"{seen}; with each sample twice it is {float(twice):.6g}, and no weights of the "
         f"parts foretell the loss with one part twice{_written(lab)}",
-        advice="gather what the loss compares over all ranks: self.all_gather(features, "
+        "gather what the loss compares over all ranks: self.all_gather(features, "
         "sync_grads=True); see examples/contrastive.py",
     )
 
@@ -679,12 +662,12 @@ def _loss_otherwise_on_ranks(lab: Laboratory) -> Cause | None:
         if not lab.same(loss, losses[0]):
             first, other = (records[0] for records in (run.by_data_rank[0], run.by_data_rank[rank]))
             return Cause(
-                name="rank dependent",
-                because=f"the step depends on the rank: rank {other.rank} computes something else "
+                "rank dependent",
+                f"the step depends on the rank: rank {other.rank} computes something else "
                 f"than rank {first.rank}{_first_output_apart(lab, first, other)}",
-                evidence=f"on the same batch, with the same weights, rank {first.rank} has the "
+                f"on the same batch, with the same weights, rank {first.rank} has the "
                 f"loss {float(losses[0]):.6g} and rank {other.rank} {float(loss):.6g}",
-                advice="let every rank compute the same; what only one has to do (printing, "
+                "let every rank compute the same; what only one has to do (printing, "
                 "saving) must not change the loss",
             )
     if lab.same(losses[0], expected):
@@ -713,11 +696,11 @@ def _number_of_ranks(lab: Laboratory, got: Tensor, expected: Tensor) -> Cause:
     for factor, how in ((float(number), "multiplied"), (1.0 / number, "divided")):
         if lab.same(got, expected * factor) and not gathers:
             return Cause(
-                name="number of ranks",
-                because=f"the loss is {how} by the number of ranks, which the strategies have "
+                "number of ranks",
+                f"the loss is {how} by the number of ranks, which the strategies have "
                 "averaged over already",
-                evidence=evidence,
-                advice="leave the number of ranks out of the loss",
+                evidence,
+                "leave the number of ranks out of the loss",
             )
     term = (got - expected) / (number - 1)
     more = _with_another_rank(lab)
@@ -726,17 +709,17 @@ def _number_of_ranks(lab: Laboratory, got: Tensor, expected: Tensor) -> Cause:
     called = f"; self.all_gather is called {gathers} times" if gathers else ""
     if is_linear:
         return Cause(
-            name="counted once per rank",
-            because=f"a term of the loss, {float(term):.6g}, is counted once for each rank",
-            evidence=f"{evidence}{seen}: it grows by this term with each rank{called}",
-            advice="what all ranks have alike (a penalty on weights) belongs into the loss once, "
+            "counted once per rank",
+            f"a term of the loss, {float(term):.6g}, is counted once for each rank",
+            f"{evidence}{seen}: it grows by this term with each rank{called}",
+            "what all ranks have alike (a penalty on weights) belongs into the loss once, "
             "without a gather or a sum over ranks",
         )
     return Cause(
-        name="number of ranks",
-        because="the loss depends on the number of ranks",
-        evidence=f"{evidence}{seen}{called}",
-        advice="look for collective calls and trainer.world_size in the step",
+        "number of ranks",
+        "the loss depends on the number of ranks",
+        f"{evidence}{seen}{called}",
+        "look for collective calls and trainer.world_size in the step",
     )
 
 
@@ -756,7 +739,14 @@ _EXPERIMENTS: tuple[Experiment, ...] = (
     cause_in_random_numbers,
     _batch_norm,
     cause_in_loss,
-    _edits,
-    cause_in_update,
+    _gathers,
+    _parameter_hooks,
+    _backward_hooks,
+    _module_hooks,
+    _callbacks,
+    _group_option,
+    _buffer,
+    _shared_memory,
+    _matrices,
     cause_in_gradient,
 )

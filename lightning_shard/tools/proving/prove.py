@@ -170,11 +170,10 @@ class _ComparedRuns:
 
 def _compared(subject: Subject, verdict: Verdict) -> Verdict:
     pair = _in_precision(subject)
-    steps = 1 + max(place.step for place in pair.alone.records[0].values)
-    verdict = replace(verdict, num_steps=steps, precision=subject.precision)
+    verdict = _counted(verdict, subject, pair.alone)
     wrong = wrong_data(subject, pair.ranks)
     if wrong is not None:
-        return replace(verdict, outcome="different", first=wrong[0], cause=wrong[1])
+        return _different(verdict, *wrong)
     decided, remarks = pair, list[str]()
     if _is_undecided(pair) and subject.precision != EXACT:
         decided, remarks = _exact(subject, pair)
@@ -192,11 +191,18 @@ def _compared(subject: Subject, verdict: Verdict) -> Verdict:
     )
     if first is not None:
         lab = Laboratory(decided.subject, decided.ranks, decided.alone, first, decided.tolerance)
-        cause = causes.find_cause(lab)
-        return replace(
-            verdict, outcome="different", first=first, cause=cause, remarks=tuple(remarks)
-        )
+        verdict = replace(verdict, remarks=tuple(remarks))
+        return _different(verdict, first, causes.find_cause(lab))
     return _logged(_accumulated(verdict, decided, remarks), decided, remarks)
+
+
+def _counted(verdict: Verdict, subject: Subject, run: Records) -> Verdict:
+    steps = 1 + max(place.step for place in run.records[0].values)
+    return replace(verdict, num_steps=steps, precision=subject.precision)
+
+
+def _different(verdict: Verdict, first: Difference, cause: Cause) -> Verdict:
+    return replace(verdict, outcome="different", first=first, cause=cause)
 
 
 def _is_undecided(pair: _ComparedRuns) -> bool:
@@ -251,18 +257,18 @@ def _only_in_low_precision(
 ) -> Verdict:
     precision = pair.subject.precision
     cause = Cause(
-        name="half precision",
-        because=f"in {EXACT} the ranks are one device, and in {precision} they deviate in "
+        "half precision",
+        f"in {EXACT} the ranks are one device, and in {precision} they deviate in "
         f"{', '.join(kinds)} by more than rounding does",
-        evidence="one device that accumulates the ranks' batches deviates from itself by less "
+        "one device that accumulates the ranks' batches deviates from itself by less "
         "than an eighth of that",
-        advice="look for what is computed in one format on ranks and in another on one device, "
+        "look for what is computed in one format on ranks and in another on one device, "
         "and for sums over samples in half precision: take them in float32",
     )
     first = next(one for one in pair.found.counting if one.place.kind in kinds)
     deviations = pair.found.deviations
     verdict = replace(verdict, deviations=deviations, remarks=remarks)
-    return replace(verdict, outcome="different", first=first, cause=cause)
+    return _different(verdict, first, cause)
 
 
 def _trained(pair: _ComparedRuns) -> Difference | None:
@@ -288,8 +294,7 @@ def _logged(verdict: Verdict, pair: _ComparedRuns, remarks: list[str]) -> Verdic
     if not wrong:
         return verdict
     lab = Laboratory(pair.subject, pair.ranks, pair.alone, wrong[0], pair.tolerance)
-    cause = causes.log_cause(lab, wrong[0].place)
-    return replace(verdict, outcome="different", first=wrong[0], cause=cause)
+    return _different(verdict, wrong[0], causes.log_cause(lab, wrong[0].place))
 
 
 def _own_step_values(run: Records) -> list[str]:
@@ -331,15 +336,15 @@ def _accumulated(verdict: Verdict, pair: _ComparedRuns, remarks: list[str]) -> V
         deviation=abs(ratio - 1.0),
     )
     cause = Cause(
-        name="accumulation scale",
-        because=f"the gradients that {count} batches accumulate are {ratio:.4g} times those of one "
+        "accumulation scale",
+        f"the gradients that {count} batches accumulate are {ratio:.4g} times those of one "
         "batch of all their samples: the step scales its loss for accumulation, which Lightning "
         "does already, or sums what is to be averaged",
-        evidence="one device, once with and once without accumulation; the factor is the same for "
+        "one device, once with and once without accumulation; the factor is the same for "
         "every parameter",
-        advice="leave accumulate_grad_batches out of the loss, and take a mean over samples",
+        "leave accumulate_grad_batches out of the loss, and take a mean over samples",
     )
-    return replace(verdict, outcome="different", first=first, cause=cause)
+    return _different(verdict, first, cause)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,11 +357,10 @@ class _Rank:
 def compared_alone(subject: Subject, verdict: Verdict) -> Verdict:
     """Compare each rank with one device on its own samples."""
     run = subject.on_ranks()
-    steps = 1 + max(place.step for place in run.records[0].values)
-    verdict = replace(verdict, num_steps=steps, precision=subject.precision)
+    verdict = _counted(verdict, subject, run)
     wrong = wrong_data(subject, run)
     if wrong is not None:
-        return replace(verdict, outcome="different", first=wrong[0], cause=wrong[1])
+        return _different(verdict, *wrong)
     decided, ranks = subject, _ranks(subject, run)
     before = _first_of(ranks)
     remarks = tuple[str, ...]()
@@ -378,7 +382,7 @@ def compared_alone(subject: Subject, verdict: Verdict) -> Verdict:
     if first is None:
         return verdict
     rank = next(one for one in ranks if one.found.first is first)
-    return replace(verdict, outcome="different", first=first, cause=_cause(decided, rank))
+    return _different(verdict, first, _cause(decided, rank))
 
 
 def _ranks(subject: Subject, run: Records) -> list[_Rank]:
@@ -420,18 +424,18 @@ def _cause(subject: Subject, rank: _Rank) -> Cause:
     if moved is not None:
         shared = causes.cause_in_shared_values(subject, rank.batches, rank.tolerance)
         return shared or Cause(
-            name="random numbers",
-            because=f"{moved} draws random numbers, other ones on each rank",
-            evidence="one device differs from itself with another seed",
-            advice="it is no mistake if each sample gets numbers of its own; to compare the rest, "
+            "random numbers",
+            f"{moved} draws random numbers, other ones on each rank",
+            "one device differs from itself with another seed",
+            "it is no mistake if each sample gets numbers of its own; to compare the rest, "
             "prove with dropout off (dropout=False, --no-dropout)",
         )
     return Cause(
-        name="rank dependent",
-        because="the step uses its rank, the number of ranks or what other ranks have, while each "
+        "rank dependent",
+        "the step uses its rank, the number of ranks or what other ranks have, while each "
         "trains by itself",
-        evidence="with the same samples and the same weights one device computes something else",
-        advice="leave ranks and collective calls out of the step: between two exchanges nobody "
+        "with the same samples and the same weights one device computes something else",
+        "leave ranks and collective calls out of the step: between two exchanges nobody "
         "else takes it",
     )
 
@@ -460,11 +464,11 @@ def wrong_data(subject: Subject, ranks: Records) -> tuple[Difference, Cause] | N
     how = "every rank is given the same samples" if alike else "ranks draw samples in orders of "
     because = how if alike else how + "their own, and some come to several ranks"
     return difference, Cause(
-        name="same samples" if alike else "repeated samples",
-        because=because,
-        evidence=f"a sample of rank {first} came to rank {other} in its batch {number}; one "
+        "same samples" if alike else "repeated samples",
+        because,
+        f"a sample of rank {first} came to rank {other} in its batch {number}; one "
         "device's loader gives each sample once",
-        advice="let the Trainer assign the samples (use_distributed_sampler=True), or give your "
+        "let the Trainer assign the samples (use_distributed_sampler=True), or give your "
         "own sampler the same seed on all ranks, and num_replicas and rank from "
         "trainer.distributed_sampler_kwargs",
     )
@@ -528,11 +532,8 @@ def proved_to_the_bit(subject: Subject, verdict: Verdict) -> Verdict:
     alone = replace(subject, strategy=one_rank, num_ranks=1, options=options).on_ranks()
     places = partial(number_in_step, num_own=subject.accumulate, stage=made.run.options.stage)
     found = sorted(_differences(ranks, alone, places), key=lambda one: in_order(one.place))
-    steps = 1 + max(place.step for place in alone.records[0].values)
-    verdict = replace(verdict, num_steps=steps, precision=subject.precision)
-    if not found:
-        return verdict
-    return replace(verdict, outcome="different", first=found[0], cause=_cause_of_bits(found[0]))
+    verdict = _counted(verdict, subject, alone)
+    return _different(verdict, found[0], _cause_of_bits(found[0])) if found else verdict
 
 
 def _differences(ranks: Records, alone: Records, number: Any) -> Iterator[Difference]:
@@ -575,17 +576,17 @@ def has_same_bits(one: Tensor, other: Tensor) -> bool:
 def _cause_of_bits(first: Difference) -> Cause:
     if first.rank is None:
         return Cause(
-            name="unknown",
-            because="each micro-batch has the same outputs and, but for pipelines, the same "
+            "unknown",
+            "each micro-batch has the same outputs and, but for pipelines, the same "
             "gradients, and what the ranks make of all of them is not the same",
-            evidence="same_bits=True on one rank has other bits",
-            advice="look for a callback, a hook or an optimizer that adds up over shards or ranks",
+            "same_bits=True on one rank has other bits",
+            "look for a callback, a hook or an optimizer that adds up over shards or ranks",
         )
     return Cause(
-        name="rank dependent",
-        because=f"micro-batch {first.place.micro} of the step has other bits on rank {first.rank} "
+        "rank dependent",
+        f"micro-batch {first.place.micro} of the step has other bits on rank {first.rank} "
         f"than on one rank, with the same samples, weights and random numbers",
-        evidence="same_bits=True on one rank has other bits",
-        advice="look for what uses the rank or the number of ranks, what was kept from earlier "
+        "same_bits=True on one rank has other bits",
+        "look for what uses the rank or the number of ranks, what was kept from earlier "
         "micro-batches, and random numbers from a generator of one's own",
     )

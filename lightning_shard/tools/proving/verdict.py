@@ -45,7 +45,7 @@ CauseName = Literal[
 _STATUS = {"equal": 0, "different": 1, "refused": 2, "failed": 2}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Cause:
     """Why ranks and one device differ.
 
