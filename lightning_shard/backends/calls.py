@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.core.call_site import CallSite
-from lightning_shard.errors import CollectiveMismatchError
+from lightning_shard.errors import CollectiveMismatchError, ConfigError
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +71,7 @@ class Call:
         """Raise unless there is room for what this rank gives to itself, if it does so."""
         if slot is None or own is None or (slot.numel(), slot.dtype) == (own.numel(), own.dtype):
             return
-        raise CollectiveMismatchError(
+        raise ConfigError(
             f"Rank {self.rank} of the group, {self} at {self.site}: got {describe_tensor(own)}, "
             f"expected {describe_tensor(slot)}, for which there is room here. Make outputs of the "
             f"sizes that the ranks give."

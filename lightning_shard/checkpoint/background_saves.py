@@ -65,6 +65,7 @@ from lightning_shard.checkpoint.files.torch_archive import (
 from lightning_shard.checkpoint.host_buffers import HostBuffers
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor, index_of, write_boxes
 from lightning_shard.checkpoint.sharded.folder import text_of, with_keys
+from lightning_shard.core.comparing import bits_of
 from lightning_shard.errors import CheckpointError
 
 _MOST_KEPT = 3  # within an epoch, at its end, and one that somebody else has made necessary
@@ -215,15 +216,10 @@ class StagedItems:
 
 def _are_alike(copy: Tensor | io.BytesIO, value: Tensor | io.BytesIO) -> bool:
     if isinstance(copy, Tensor) and isinstance(value, Tensor):
-        return copy.dtype == value.dtype and torch.equal(_bits(copy), _bits(value.detach().cpu()))
+        return copy.dtype == value.dtype and torch.equal(bits_of(copy), bits_of(value.cpu()))
     if isinstance(copy, io.BytesIO) and isinstance(value, io.BytesIO):
         return copy.getbuffer() == value.getbuffer()
     return False
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Return the elements as bytes, in which those that are no numbers are alike, too."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _copied(tensors: dict[MetadataIndex, Tensor], buffer: Tensor) -> dict[MetadataIndex, Tensor]:

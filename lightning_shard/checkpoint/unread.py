@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_shard.core.comparing import bits_of
+
 
 class Unread(Protocol):
     """A tensor of which nothing has been read."""
@@ -45,8 +47,7 @@ def bytes_in(tensor: Unread) -> int:
 
 def memory_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU, without a copy."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    elements: Any = flat.numpy()
+    elements: Any = bits_of(tensor).numpy()
     return memoryview(elements)
 
 

@@ -35,6 +35,7 @@ from lightning_shard.checkpoint.rank_snapshot import (
     TensorEntry,
     TensorKey,
 )
+from lightning_shard.core.comparing import bits_of
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import CheckpointError
 from lightning_shard.replay.tape import Result
@@ -223,8 +224,7 @@ def state_digest(
 
 def bits(tensor: Tensor) -> bytes:
     """Return the bytes of a tensor's elements, which tell a NaN from another."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes()
+    return bits_of(tensor.detach().cpu()).numpy().tobytes()
 
 
 def versions(lightning: ModuleType) -> dict[str, str]:

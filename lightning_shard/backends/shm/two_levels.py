@@ -37,6 +37,7 @@ from lightning_shard.backends.rank_order import reduce_tensors
 from lightning_shard.backends.shapes import FIRST_RESERVED_TAG
 from lightning_shard.backends.shm.heap import own_heap
 from lightning_shard.backends.shm.process_group import BACKEND_NAME, ShmGroup
+from lightning_shard.core.comparing import bits_of
 
 _AT_ONCE_BYTES = 64 << 10  # up to here three steps take longer than one over Gloo
 _SUMS = ("SUM", "AVG")
@@ -56,7 +57,7 @@ class GlooRanks:
     def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Give outgoing[r] to rank r, and receive what it gives in incoming[r]; all contiguous."""
         tag = FIRST_RESERVED_TAG + next(self._numbers) % FIRST_RESERVED_TAG
-        given, room = ([bytes_of(one) for one in tensors] for tensors in (outgoing, incoming))
+        given, room = ([bits_of(one) for one in tensors] for tensors in (outgoing, incoming))
         works = start_exchange(self.group, given, room, tag)
         own, kept = outgoing[self.rank], incoming[self.rank]
         if kept.numel() and own.data_ptr() != kept.data_ptr():
@@ -90,11 +91,6 @@ class GlooRanks:
     def _room_like(self, own: Tensor) -> list[Tensor]:
         """Return room for such a tensor of each rank; this rank's is there."""
         return [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's memory, uint8, 1-D."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 class _Operations(GlooRanks):
@@ -270,7 +266,7 @@ class GlooMessageWork(CallWork):
 def send(ranks: GlooRanks, call: Call) -> GlooMessageWork:
     """Start to send a call's tensors to its root."""
     kept = [pack([tensor]) for tensor in call.inputs]
-    works = [ranks.group.send([bytes_of(one)], call.root, call.tag or 0) for one in kept]
+    works = [ranks.group.send([bits_of(one)], call.root, call.tag or 0) for one in kept]
     return GlooMessageWork(call, works, kept, lambda: None)
 
 
@@ -278,9 +274,9 @@ def receive(ranks: GlooRanks, call: Call) -> GlooMessageWork:
     """Start to receive a call's tensors from its root, or from whichever rank sends first."""
     rooms, tag = [room_for([tensor]) for tensor in call.outputs], call.tag or 0
     works = [
-        ranks.group.recv_anysource([bytes_of(one)], tag)
+        ranks.group.recv_anysource([bits_of(one)], tag)
         if call.root == ANY_SOURCE
-        else ranks.group.recv([bytes_of(one)], call.root, tag)
+        else ranks.group.recv([bits_of(one)], call.root, tag)
         for one in rooms
     ]
 

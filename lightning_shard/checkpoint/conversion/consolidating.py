@@ -16,8 +16,7 @@ from lightning_shard.checkpoint.conversion.source import (
     verify,
 )
 from lightning_shard.checkpoint.files.new import new_file, new_folder
-from lightning_shard.checkpoint.files.open_folder import OpenFolder
-from lightning_shard.checkpoint.files.places import inside, remote_place
+from lightning_shard.checkpoint.files.places import inside, opened
 from lightning_shard.checkpoint.files.torch_archive import (
     ArchiveRecord,
     records_awaiting,
@@ -116,16 +115,11 @@ def _write_folder(path: Any, shards: list[dict[str, Unread]], written: Written) 
         names = [f"model-{at:05}-of-{len(shards):05}.safetensors" for at in numbers]
     with new_folder(path, own=_OF_HUGGING_FACE) as folder:
         for name, shard in zip(names, shards, strict=True):
-            with _opened(folder, name) as file:
+            with opened(inside(folder.path, name), "wb") as file:
                 write_safetensors(file, shard, written)
         if len(shards) > 1:
-            with _opened(folder, INDEX_OF_SAFETENSORS) as file:
+            with opened(inside(folder.path, INDEX_OF_SAFETENSORS), "wb") as file:
                 file.write(json.dumps(_index(names, shards), indent=2).encode())
-
-
-def _opened(folder: OpenFolder, name: str) -> Any:
-    filesystem, inner = remote_place(inside(folder.path, name))
-    return filesystem.open(inner, "wb")
 
 
 def _shards(tensors: Mapping[str, Unread], max_bytes: int) -> Iterator[dict[str, Unread]]:

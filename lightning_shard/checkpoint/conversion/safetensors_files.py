@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint.files.places import remote_place
+from lightning_shard.checkpoint.files.places import opened, remote_place
 from lightning_shard.checkpoint.unread import Unread, bytes_in, memory_of
 from lightning_shard.errors import CheckpointError
 
@@ -61,9 +61,8 @@ class SliceTensor:
         if not prod(self.shape):
             return torch.empty(self.shape, dtype=self.dtype)
         content = bytearray(bytes_in(self))
-        filesystem, inner = remote_place(self._path)
         try:
-            with filesystem.open(inner, "rb") as file:
+            with opened(self._path) as file:
                 file.seek(self._start)
                 if file.readinto(content) != len(content):
                     raise OSError("the file ends in a tensor")

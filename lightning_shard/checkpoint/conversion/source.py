@@ -24,6 +24,7 @@ from lightning_shard.checkpoint.files.places import (
     fresh_place,
     inside,
     local_path,
+    opened,
     remote_place,
 )
 from lightning_shard.checkpoint.files.reading import ArchiveFile, is_archive, read_file, verify_file
@@ -151,9 +152,8 @@ def read_hugging_face(path: Any) -> dict[str, Any]:
             )
         files = [inside(path, name) for name in sorted(names) if name.endswith(_SUFFIX)]
         return {name: one for file in files for name, one in read_safetensors(file).items()}
-    filesystem, inner = remote_place(inside(path, INDEX_OF_SAFETENSORS))
     try:
-        with filesystem.open(inner, "rb") as file:
+        with opened(inside(path, INDEX_OF_SAFETENSORS)) as file:
             places: Mapping[str, str] = json.loads(file.read())["weight_map"]
         files = sorted(set(places.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

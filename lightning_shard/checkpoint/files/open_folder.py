@@ -29,6 +29,7 @@ from lightning_shard.checkpoint.files.places import (
     as_system_errors,
     inside,
     local_path,
+    opened,
     remote_place,
 )
 from lightning_shard.errors import CheckpointError
@@ -320,9 +321,8 @@ class Checksum(TypedDict):
 
 def checksum_of(path: Any) -> Checksum:
     """Read a file, local or remote, and return its length and checksum."""
-    filesystem, inner = remote_place(path)
     length, crc = 0, 0
-    with filesystem.open(inner, "rb") as file:
+    with opened(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             length += len(chunk)
             crc = zlib.crc32(chunk, crc)
@@ -348,9 +348,8 @@ def complete_folder(folder: OpenFolder, index: bytes, files: Mapping[str, Checks
 def read_checksums(folder: Any, edition: str = "") -> dict[str, Checksum] | None:
     """Return the checksums of a folder's files; None where nobody has written any."""
     path = inside(folder, in_edition(CHECKSUMS, edition))
-    filesystem, inner = remote_place(path)
     try:
-        with filesystem.open(inner, "rb") as file:
+        with opened(path) as file:
             told = json.loads(file.read())
         number, files = told["format"], told["files"]
         known: dict[str, Checksum] = {

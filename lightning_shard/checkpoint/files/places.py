@@ -34,6 +34,12 @@ def remote_place(path: Any) -> tuple[Any, str]:
     return filesystem, inner
 
 
+def opened(path: Any, mode: str = "rb") -> Any:
+    """Open a file, local or remote."""
+    filesystem, inner = remote_place(path)
+    return filesystem.open(inner, mode)
+
+
 def inside(folder: Any, name: str) -> str:
     """Return the path of something in a folder, local or remote."""
     text: str = os.fspath(folder)

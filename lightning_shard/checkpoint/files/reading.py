@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_shard.checkpoint.files.places import local_path, remote_place
+from lightning_shard.checkpoint.files.places import local_path, opened
 from lightning_shard.checkpoint.files.torch_archive import HEADER, LONG, SHORT
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
 
@@ -199,11 +199,10 @@ class ArchiveFile:
 
     def __init__(self, path: Any) -> None:
         self._path = path
-        self._filesystem, self._inner = remote_place(path)
         self._known: dict[Any, RecordTensor] = {}
         self.has_objects = False
         try:
-            with self._filesystem.open(self._inner, "rb") as file, zipfile.ZipFile(file) as archive:
+            with opened(path) as file, zipfile.ZipFile(file) as archive:
                 self._records = {one.filename: one for one in archive.infolist()}
                 self._folder = next(iter(self._records)).partition("/")[0]
                 pickled = archive.read(f"{self._folder}/data.pkl")
@@ -233,7 +232,7 @@ class ArchiveFile:
         try:
             if info is None or start + length > info.file_size or info.compress_type:
                 raise ValueError(f"there are no {length} bytes from {start} on")
-            with self._filesystem.open(self._inner, "rb") as file:
+            with opened(self._path) as file:
                 file.seek(info.header_offset)
                 *_, name_bytes, extra_bytes = HEADER.unpack(file.read(HEADER.size))
                 file.seek(name_bytes + extra_bytes + start, os.SEEK_CUR)
@@ -368,8 +367,7 @@ def _local_copy(path: Any) -> Iterator[tuple[Path, BinaryIO]]:
         return
     with tempfile.NamedTemporaryFile(prefix="lightning_shard_", suffix=".ckpt") as copy:
         try:
-            filesystem, inner = remote_place(path)
-            with filesystem.open(inner, "rb") as remote:
+            with opened(path) as remote:
                 shutil.copyfileobj(remote, copy, 1 << 22)
             copy.flush()
         except OSError as error:
@@ -465,8 +463,7 @@ def _objects_in(source: Path) -> list[str]:
 
 def is_archive(path: Any) -> bool:
     """Whether a file begins as those of `torch.save` do."""
-    filesystem, inner = remote_place(path)
-    with filesystem.open(inner, "rb") as file:
+    with opened(path) as file:
         return bool(file.read(len(_ARCHIVE)) == _ARCHIVE)
 
 

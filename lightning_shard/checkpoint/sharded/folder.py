@@ -55,7 +55,7 @@ from lightning_shard.checkpoint.files.places import (
     inside,
     is_file,
     local_path,
-    remote_place,
+    opened,
 )
 from lightning_shard.checkpoint.files.reading import read_file
 from lightning_shard.checkpoint.files.torch_archive import PART_BYTES
@@ -141,8 +141,7 @@ class _Remote(FileSystem):
     def create_stream(
         self, path: str | os.PathLike[str], mode: str
     ) -> Generator[io.IOBase, None, None]:
-        filesystem, there = remote_place(path)
-        with filesystem.open(there, mode) as stream:
+        with opened(path, mode) as stream:
             yield stream
 
     @override

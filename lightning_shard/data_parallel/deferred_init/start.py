@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.comparing import bits_of
 from lightning_shard.core.extensions import instead
 from lightning_shard.data_parallel.deferred_init.recorder import noting
 from lightning_shard.data_parallel.deferred_init.tape import (
@@ -69,9 +70,8 @@ def _of_leaf(leaf: Any) -> Iterator[bytes]:
 
 
 def _content(tensor: Tensor) -> bytes:
-    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    elements: Any = raw.numpy()
+    elements: Any = bits_of(tensor.detach().cpu()).numpy()
     return head + blake2b(memoryview(elements)).digest()
 
 

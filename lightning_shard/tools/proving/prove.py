@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_shard.core.comparing import bits_of
 from lightning_shard.core.options import check_num_ranks
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.strategies.micro_batches import number_in_step
@@ -569,8 +570,7 @@ def has_same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same to the bit."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    bits = (part.contiguous().reshape(-1).view(torch.uint8) for part in (one, other))
-    return torch.equal(*bits)
+    return torch.equal(bits_of(one), bits_of(other))
 
 
 def _cause_of_bits(first: Difference) -> Cause:
