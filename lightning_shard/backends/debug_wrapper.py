@@ -22,7 +22,7 @@ from copy import copy
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -306,19 +306,6 @@ MakeGroup = Callable[[Any, Any], dist.ProcessGroup]
 _OPS: dict[str, Any] = {**C10D_OPS, "avg": ReduceOp.AVG}
 
 
-class ComparedReceive:
-    """A receive that has been asked for; its `work` is set once the transfer has started."""
-
-    def __init__(self, call: Call, mine: Fingerprint, num_ranks: int) -> None:
-        self.call, self.mine = call, mine
-        others = [rank for rank in range(num_ranks) if rank != call.rank]
-        self.sources = others if call.root == ANY_SOURCE else [call.root]
-        self.work: dist.Work | None = None
-        self.source = call.root
-        self.failure: Exception | None = None
-        self.settled = threading.Event()
-
-
 class ComparedMessages:
     """The sends and receives of one rank in one group.
 
@@ -333,7 +320,7 @@ class ComparedMessages:
         self._bulletin, self._looking, self._inner = bulletin, looking, inner
         self._sent: Counter[tuple[int, int | None]] = Counter()
         self._received: Counter[tuple[int, int | None]] = Counter()
-        self._open: list[ComparedReceive] = []
+        self._open: list[ReceivedWork] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -353,7 +340,7 @@ class ComparedMessages:
         """Receive as soon as the send has been posted and compared."""
         board, mine = self._bulletin, Fingerprint.of(call, self._inner.size())
         board.raise_known_problem(mine.place)
-        awaited = ComparedReceive(call, mine, self._inner.size())
+        awaited = ReceivedWork(board, call, mine, self._inner.size())
         with self._lock:
             if call.root != ANY_SOURCE and call.outputs[0].is_cuda:
                 # NCCL's order is that of the streams: what is started later may wait for ever.
@@ -366,7 +353,7 @@ class ComparedMessages:
                 )
                 end_at_exit(self._thread, partial(_clear, self._lock, self._open))
                 self._thread.start()
-        return ReceivedWork(board, awaited)
+        return awaited
 
     def _keep_polling(self) -> None:
         pauses, before = growing_pauses(), 0
@@ -394,7 +381,7 @@ class ComparedMessages:
                 self._open.remove(awaited)
                 awaited.settled.set()
 
-    def _find_send(self, awaited: ComparedReceive, absent: set[str]) -> tuple[int, str] | None:
+    def _find_send(self, awaited: "ReceivedWork", absent: set[str]) -> tuple[int, str] | None:
         """Return the first source that has posted, and its key; note the others' keys as absent."""
         tag = awaited.call.tag
         for source in awaited.sources:
@@ -406,7 +393,7 @@ class ComparedMessages:
             absent.add(key)
         return None
 
-    def _settle(self, awaited: ComparedReceive, source: int, key: str) -> None:
+    def _settle(self, awaited: "ReceivedWork", source: int, key: str) -> None:
         board, mine = self._looking, awaited.mine
         self._received[source, awaited.call.tag] += 1
         sent = board.read([key])[0]
@@ -427,13 +414,13 @@ class ComparedMessages:
         if sent.agreed == mine.agreed:
             board.remove(key)
 
-    def _begin(self, awaited: ComparedReceive, source: int) -> None:
+    def _begin(self, awaited: "ReceivedWork", source: int) -> None:
         call = awaited.call
         awaited.source = source
         awaited.work = self._inner.recv(list(call.outputs), source, call.tag or 0)
 
 
-def _clear(lock: threading.Lock, opened: list[ComparedReceive]) -> None:
+def _clear(lock: threading.Lock, opened: list["ReceivedWork"]) -> None:
     with lock:
         opened.clear()
 
@@ -443,7 +430,7 @@ class MessageWork(group_handle.CallWork):
 
     def __init__(self, board: Bulletin, call: Call, mine: Fingerprint) -> None:
         super().__init__(call)
-        self._board, self._mine = board, mine
+        self.call, self.board, self.mine = call, board, mine
         self._is_over = False
 
     def _compared(self) -> dist.Work:
@@ -451,8 +438,8 @@ class MessageWork(group_handle.CallWork):
         raise NotImplementedError
 
     def _late(self) -> str:
-        board, mine = self._board, self._mine
-        peer = "any rank" if self._call.root < 0 else f"rank {board.global_ranks[self._call.root]}"
+        board, mine = self.board, self.mine
+        peer = "any rank" if self.call.root < 0 else f"rank {board.global_ranks[self.call.root]}"
         return (
             f"Rank {board.global_rank} has waited {board.timeout} in {mine.operation} of "
             f"{board.group} at {mine.site}: {peer} has not come to the other end of it. Look for a "
@@ -467,7 +454,7 @@ class MessageWork(group_handle.CallWork):
         return True
 
     def _source(self) -> int:
-        return self._call.root
+        return self.call.root
 
 
 class SentWork(MessageWork):
@@ -480,45 +467,48 @@ class SentWork(MessageWork):
         self._key, self._work = key, work
 
     def _compared(self) -> dist.Work:
-        board, key = self._board, self._key
-        board.wait_until(lambda: not board.holds(key), self._mine.place, self._late)
+        board, key = self.board, self._key
+        board.wait_until(lambda: not board.holds(key), self.mine.place, self._late)
         return self._work
 
     def is_completed(self) -> bool:
         """Whether the message has been compared and sent."""
-        return not self._board.holds(self._key) and self._work.is_completed()
+        return not self.board.holds(self._key) and self._work.is_completed()
 
 
 class ReceivedWork(MessageWork):
-    """The handle of a receive."""
+    """A receive that has been asked for; its `work` is set once the transfer has started."""
 
-    def __init__(self, board: Bulletin, awaited: ComparedReceive) -> None:
-        super().__init__(board, awaited.call, awaited.mine)
-        self._awaited = awaited
+    def __init__(self, board: Bulletin, call: Call, mine: Fingerprint, num_ranks: int) -> None:
+        super().__init__(board, call, mine)
+        others = [rank for rank in range(num_ranks) if rank != call.rank]
+        self.sources = others if call.root == ANY_SOURCE else [call.root]
+        self.work: dist.Work | None = None
+        self.source = call.root
+        self.failure: Exception | None = None
+        self.settled = threading.Event()
 
     def _compared(self) -> dist.Work:
-        awaited, place = self._awaited, self._mine.place
-        self._board.wait_until(awaited.settled.is_set, place, self._late)
-        if awaited.failure is not None:
-            raise awaited.failure
-        self._board.raise_known_problem(place)
-        assert awaited.work is not None
-        return awaited.work
+        self.board.wait_until(self.settled.is_set, self.mine.place, self._late)
+        if self.failure is not None:
+            raise self.failure
+        self.board.raise_known_problem(self.mine.place)
+        assert self.work is not None
+        return self.work
 
     def is_completed(self) -> bool:
         """Whether the message has been compared and received."""
-        work = self._awaited.work
-        return self._awaited.settled.is_set() and work is not None and work.is_completed()
+        return self.settled.is_set() and self.work is not None and self.work.is_completed()
 
     @override
     def _source(self) -> int:
-        return self._awaited.source
+        return self.source
 
 
 class Comparer(PythonGroup):
     """A group whose operations move nothing: each returns once every rank has called the same."""
 
-    backend_name: ClassVar[str] = "comparer"
+    backend_name = "comparer"
 
     def __init__(self, name: str, bulletin: Bulletin) -> None:
         super().__init__(name, bulletin.global_ranks, bulletin.rank)
@@ -648,14 +638,12 @@ def _compared(name: str) -> Callable[..., Work]:
 class DebugGroup(group_handle.GroupHandle):
     """One rank's handle of a group, which compares calls before `inner` carries them out."""
 
-    backend_name: ClassVar[str] = "checked"
-
     def __init__(
         self, options: Any, inner: dist.ProcessGroup, name: str, devices: Sequence[str]
     ) -> None:
         self._is_default, ranks = not options.global_ranks_in_group, group_handle.ranks_of(options)
         super().__init__(options.group_id, ranks, options.group_rank)
-        self._inner, self._backend, self._devices = inner, name, devices
+        self._inner, self.backend_name, self._devices = inner, name, devices
         self.shares_host = getattr(inner, "shares_host", False)
         self._bulletin = Bulletin(
             options.store,
@@ -693,14 +681,6 @@ class DebugGroup(group_handle.GroupHandle):
         return self._messages.send(call) if call.op == "send" else self._messages.receive(call)
 
     # --- the rest of c10d's questions -----------------------------------------------------------
-
-    @override
-    def getBackendName(self) -> str:
-        return self._backend
-
-    @override
-    def _get_backend_name(self) -> str:
-        return self._backend
 
     @property
     def _device_types(self) -> list[torch.device]:

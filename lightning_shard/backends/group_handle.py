@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from lightning_shard.errors import ConfigError, RankFailedError
 class GroupHandle(_c10d.ProcessGroupBase):
     """One rank's handle of one group; `global_ranks` are in order of their group rank."""
 
-    backend_name: ClassVar[str]
+    backend_name: str
     shares_host: bool = False
     """Whether all its ranks are on one host, and may have buffers in common."""
 
@@ -124,8 +124,7 @@ class GroupHandle(_c10d.ProcessGroupBase):
         """Return the backend's name."""
         return self.backend_name
 
-    def _get_backend_name(self) -> str:
-        return self.backend_name
+    _get_backend_name = getBackendName
 
     @property
     def group_name(self) -> Any:
@@ -193,9 +192,7 @@ class CallWork(dist.Work):
         """Wait for the operation, as `wait`."""
         self.wait()
 
-    def block_current_stream(self) -> None:
-        """Wait."""
-        self.wait()
+    block_current_stream = synchronize
 
     def exception(self) -> Exception | None:
         """Return None, unless a subclass keeps an error: they are raised by `wait`."""

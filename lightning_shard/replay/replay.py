@@ -218,7 +218,7 @@ _tapes: list[CallTape] = []  # of the one replay that runs, if any
 class RecordedGroup(PythonGroup):
     """One rank's handle of a group whose other ranks are not there."""
 
-    backend_name: ClassVar[str] = NAME
+    backend_name = NAME
 
     def __init__(self, tape: CallTape, name: str, global_ranks: tuple[int, ...], rank: int) -> None:
         super().__init__(name, global_ranks, rank)

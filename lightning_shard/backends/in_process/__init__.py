@@ -64,7 +64,7 @@ class InProcessWork(CallWork):
 class InProcessGroup(PythonGroup):
     """One rank's handle of one group."""
 
-    backend_name: ClassVar[str] = BACKEND_NAME
+    backend_name = BACKEND_NAME
 
     def __init__(self, world: World, options: Any) -> None:
         name, global_ranks = options.group_id, ranks_of(options)

@@ -443,7 +443,7 @@ def _pause(polls: int) -> None:
 class MPIGroup(PythonGroup):
     """One rank's handle of one group."""
 
-    backend_name: ClassVar[str] = BACKEND_NAME
+    backend_name = BACKEND_NAME
 
     def __init__(self, options: Any) -> None:
         name, ranks = options.group_id, ranks_of(options)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -480,7 +480,7 @@ class ShmWork(FlightWork):
 class ShmGroup(PythonGroup):
     """One rank's handle of one group; after the first `failure` the ranks are out of step."""
 
-    backend_name: ClassVar[str] = BACKEND_NAME
+    backend_name = BACKEND_NAME
     shares_host = True
 
     def __init__(

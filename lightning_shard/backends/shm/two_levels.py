@@ -18,7 +18,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -364,7 +364,7 @@ def _column(parts: Sequence[Tensor]) -> Tensor:
 class TwoLevelGroup(PythonGroup):
     """One rank's handle of a group whose ranks are on several hosts."""
 
-    backend_name: ClassVar[str] = BACKEND_NAME
+    backend_name = BACKEND_NAME
 
     def __init__(self, options: Any, store: Store, hosts: Sequence[str]) -> None:
         rank, timeout = options.group_rank, options.timeout
