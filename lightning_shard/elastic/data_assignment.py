@@ -227,7 +227,7 @@ class DataAssignment:
         self._num_ranks = num_ranks
         epoch = epoch_of_samplers(self._trainer)
         is_present = self._position.epoch == epoch  # else the loader was made anew between epochs
-        self._resume(self._position if is_present else Position(epoch=epoch))
+        order.take_up(self._position if is_present else Position(epoch=epoch))
         self._remove = install(loader, self._sampler)
         self._trainer.accumulate_grad_batches = self._sampler.accumulation
 
@@ -289,10 +289,6 @@ class DataAssignment:
             f"seed_everything(seed) with one seed on all ranks, newcomers included, and give "
             f"them the same dataset and sampler."
         )
-
-    def _resume(self, position: Position) -> None:
-        assert self._sampler is not None
-        self._sampler.resume(position.epoch, position.samples, position.steps)
 
     def take_over(self, batch_assignment: BatchAssignment, num_ranks: int) -> None:
         """Go on from where others, or this rank, were; before the loader is asked for anew."""

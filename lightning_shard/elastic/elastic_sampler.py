@@ -23,7 +23,7 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from lightning_shard.elastic.epoch_order import EpochOrder, Position
-from lightning_shard.elastic.shares import EpochShares, num_parts
+from lightning_shard.elastic.shares import EpochShares
 from lightning_shard.errors import ConfigError
 
 
@@ -110,7 +110,7 @@ class ElasticBatchSampler(Sampler[list[Any]]):
         )
 
     def rescale(self, rank: int, num_ranks: int) -> None:
-        """Assign to another number of ranks from the position on; `resume` says which that is."""
+        """Assign to another number of ranks, from the position of its `sampler` on."""
         if not 0 <= rank < num_ranks:
             raise ConfigError(
                 f"Rank {rank} of {num_ranks} does not exist, expected 0 <= rank < num_ranks."
@@ -122,21 +122,14 @@ class ElasticBatchSampler(Sampler[list[Any]]):
         """Begin an epoch; has no effect on the present one."""
         self.sampler.set_epoch(epoch)
 
-    def resume(self, epoch: int, samples_done: int, steps_done: int | None = None) -> None:
-        """Take an epoch up where others, or this rank, have left it."""
-        if steps_done is None:
-            steps_done = num_parts(samples_done, self.global_batch)
-        self.sampler.take_up(Position(epoch=epoch, samples=samples_done, steps=steps_done))
-
     def position(self, steps_done: int) -> Position:
         """Where training is after so many optimizer steps of the present epoch."""
         samples = self.shares.begin(steps_done)
         return Position(epoch=self.sampler.epoch, samples=samples, steps=steps_done)
 
-    def weight(self, step_in_epoch: int, microbatch: int, rank: int | None = None) -> float:
-        """Return the factor by which a rank scales a microbatch's mean loss."""
-        step = self.shares.step(step_in_epoch)
-        return step.weight(microbatch, self.rank if rank is None else rank)
+    def weight(self, step_in_epoch: int, microbatch: int) -> float:
+        """Return the factor by which this rank scales a microbatch's mean loss."""
+        return self.shares.step(step_in_epoch).weight(microbatch, self.rank)
 
     def weight_of_batch(self, batch_in_epoch: int) -> float:
         """Return `weight` of this rank's batch, counted from the epoch's start as `len` counts."""

@@ -16,10 +16,11 @@ doi:10.1145/3600006.3613145.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -39,8 +40,7 @@ from lightning_shard.errors import ConfigError, ShardError
 _MESSAGE_BYTES = 1 << 30  # MPI counts in 32 bits
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Message:
+class _Message(NamedTuple):
     """A part of a snapshot on its way."""
 
     work: dist.Work
@@ -183,18 +183,8 @@ class BuddyRing:
         self._collectives.traffic.count("buddy", snapshot.data.numel(), 1)
         self._pending = _PendingCopy(
             buffer=buffer,
-            receives=[
-                _Message(
-                    work=_started(dist.irecv(part, group=group, group_src=self.source)), data=part
-                )
-                for part in torch.split(buffer, _MESSAGE_BYTES)
-            ],
-            sends=[
-                _Message(
-                    work=_started(dist.isend(part, group=group, group_dst=self.target)), data=part
-                )
-                for part in torch.split(snapshot.data, _MESSAGE_BYTES)
-            ],
+            receives=_messages(partial(dist.irecv, group=group, group_src=self.source), buffer),
+            sends=_messages(partial(dist.isend, group=group, group_dst=self.target), snapshot.data),
         )
 
     def _take_in(self, buffer: Tensor) -> None:
@@ -218,9 +208,11 @@ def _moment(snapshot: Snapshot) -> tuple[int, int, int]:
     return metadata.generation, metadata.step, metadata.num_shards
 
 
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # c10d: only outside the group
-    return work
+def _messages(start: Callable[[Tensor], dist.Work | None], data: Tensor) -> list[_Message]:
+    """Start to move some bytes, in parts."""
+    parts = torch.split(data, _MESSAGE_BYTES)
+    works = [cast("dist.Work", start(part)) for part in parts]  # None only outside the group
+    return [_Message(*pair) for pair in zip(works, parts, strict=True)]
 
 
 def _has_come(work: dist.Work, deadline: float) -> bool:

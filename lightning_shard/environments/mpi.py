@@ -8,13 +8,13 @@ Lightning's own environment numbers hosts by the order of their names, checks no
 mpi4py is passed over, so that each rank trains alone.
 """
 
-import socket
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from lightning_shard.backends.authentication.addresses import free_port
 from lightning_shard.backends.mpi import runtime
 from lightning_shard.core import settings
 from lightning_shard.core.extras import installing
@@ -149,9 +149,7 @@ def _own_rendezvous(host: str) -> Rendezvous:
     host = settings.given("MASTER_ADDR") or host
     if settings.given("MASTER_PORT"):
         return Rendezvous(host=host, port=settings.master_port())
-    with socket.socket() as probe:
-        probe.bind((_LOOPBACK if host == _LOOPBACK else "", 0))
-        return Rendezvous(host=host, port=probe.getsockname()[1])
+    return Rendezvous(host=host, port=free_port(_LOOPBACK if host == _LOOPBACK else ""))
 
 
 def _comm_world() -> "Comm | None":

@@ -10,12 +10,12 @@ workers on a host: `Trainer(devices="auto")` would count one of them on CPUs.
 
 import os
 import secrets
-import socket
 from functools import cache, cached_property
 
 import torch.distributed as dist
 from typing_extensions import override
 
+from lightning_shard.backends.authentication.addresses import free_port
 from lightning_shard.core import settings
 from lightning_shard.core.settings import ProcessRanks, Rendezvous
 from lightning_shard.environments import _ray
@@ -82,7 +82,7 @@ class RayEnvironment(StartedElsewhere):
         own: tuple[str, int, str] | None = None
         if self.global_rank() == 0:
             host = _LOOPBACK if self.local_size == self.world_size() else _ray.own_address()
-            own = host, _free_port(host), settings.job_token() or secrets.token_hex(16)
+            own = host, free_port(host), settings.job_token() or secrets.token_hex(16)
         host, port, token = _ray.from_rank_zero(own)
         settings.set_job_token(token)
         return Rendezvous(host=host, port=port)
@@ -96,12 +96,6 @@ def check_num_devices(environment: RayEnvironment, num_devices: int) -> None:
             f"worker(s) on this node, but Trainer(devices={num_devices}). Pass devices='auto': "
             f"ScalingConfig(num_workers=...) says how many ranks there are."
         )
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 @cache

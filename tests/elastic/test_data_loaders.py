@@ -26,6 +26,7 @@ from lightning_shard import ZeRO2Strategy
 from lightning_shard.elastic.elastic_sampler import ElasticBatchSampler, find_order, install
 from lightning_shard.elastic.epoch_order import EpochOrder
 from lightning_shard.errors import ConfigError
+from tests.elastic.test_elastic_sampler import resume
 from tests.strategies.parity import UPSTREAM_WARNINGS
 from tests.trainers import cpu_trainer
 
@@ -251,7 +252,7 @@ def test_workers_that_have_fetched_ahead_begin_anew_at_the_position(persistent: 
     assert list(itertools.islice(loader, 2)) == [[0, 2], [4, 6]]
     workers = loader._iterator
     assert (workers is not None) is persistent
-    sampler.resume(0, 8)
+    resume(sampler, 0, 8)
     sampler.rescale(1, 4)
     assert len(loader) == 3
     assert list(loader) == [[9, 13], [17, 21]]

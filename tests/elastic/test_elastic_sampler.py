@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from lightning_shard.elastic.elastic_sampler import ElasticBatchSampler, install
 from lightning_shard.elastic.epoch_order import EpochOrder, Position
+from lightning_shard.elastic.shares import num_parts
 from lightning_shard.errors import ConfigError, LayoutError
 
 changes = st.lists(
@@ -24,6 +25,12 @@ sizes = st.integers(1, 30)
 def make(num_samples: int, rank: int, num_ranks: int, **options: Any) -> ElasticBatchSampler:
     order = EpochOrder(RandomSampler(range(num_samples)), seed=1)
     return ElasticBatchSampler(order, rank=rank, num_ranks=num_ranks, **options)
+
+
+def resume(sampler: ElasticBatchSampler, epoch: int, samples: int) -> None:
+    """Take an epoch up after whole steps."""
+    steps = num_parts(samples, sampler.global_batch)
+    sampler.sampler.take_up(Position(epoch=epoch, samples=samples, steps=steps))
 
 
 def steps_of_all(
@@ -58,7 +65,7 @@ def disturbed(
         samplers = samplers[-num_ranks:]  # the lowest ranks are lost
         for rank, sampler in enumerate(samplers):
             sampler.rescale(rank, num_ranks)
-            sampler.resume(position.epoch, position.samples, position.steps)
+            sampler.sampler.take_up(position)
             sampler.set_epoch(epoch)  # as the loop does
         lengths = {len(sampler) for sampler in samplers}
         assert len(lengths) == 1
@@ -141,7 +148,7 @@ def test_the_global_batch_follows_from_a_fixed_rank_batch() -> None:
 def test_with_a_fixed_rank_batch_an_epoch_of_changes_has_a_length_of_its_own() -> None:
     sampler = make(144, 0, 4, rank_batch=6, accumulation=1)
     assert len(sampler) == 6
-    sampler.resume(0, 72, 3)
+    resume(sampler, 0, 72)
     sampler.rescale(0, 3)
     assert len(sampler) == 3 + 4
     sampler.set_epoch(1)
@@ -150,11 +157,11 @@ def test_with_a_fixed_rank_batch_an_epoch_of_changes_has_a_length_of_its_own() -
 
 def test_weights_of_batches_count_from_the_epochs_start() -> None:
     sampler = make(23, 1, 2, rank_batch=3, global_batch=10)
-    sampler.resume(4, 10)
+    resume(sampler, 4, 10)
     assert sampler.sampler.start == Position(epoch=4, samples=10, steps=1)
     assert len(sampler) == 5  # 2 of the step before, 2 of a whole one, 1 of three samples
     assert [sampler.weight_of_batch(batch) for batch in (2, 3, 4)] == [1.2, 0.8, 1 * 2 * 2 / 3]
-    assert sampler.weight(2, 0, rank=0) == 2 * 2 * 2 / 3
+    assert sampler.shares.step(2).weight(0, 0) == 2 * 2 * 2 / 3
     with pytest.raises(LayoutError, match="Step 0 of the epoch"):
         sampler.weight_of_batch(0)
 
@@ -164,7 +171,7 @@ def test_an_iterator_under_way_does_not_hear_of_changes() -> None:
     drawn = list(sampler.sampler.indices())
     old = iter(sampler)
     first = next(old)
-    sampler.resume(0, 10)
+    resume(sampler, 0, 10)
     sampler.rescale(1, 5)
     assert [first, *old] == [drawn[0:10:2], drawn[10:20:2]]
     assert list(sampler) == [[drawn[11], drawn[16]]]
@@ -201,10 +208,10 @@ def test_lightnings_fetcher_knows_the_last_batch_after_a_change() -> None:
     sampler = make(23, 0, 4, rank_batch=2, global_batch=6)
     loop = Loop(sampler)
     assert list(loop.steps(2)) == [1, 1]
-    sampler.resume(0, 12)
+    resume(sampler, 0, 12)
     sampler.rescale(0, 1)
     assert list(loop.steps(1)) == [3]
-    sampler.resume(0, 18)
+    resume(sampler, 0, 18)
     sampler.rescale(1, 2)
     assert list(loop.steps()) == [2]
     sampler.set_epoch(1)
@@ -234,5 +241,5 @@ def test_a_position_after_the_end() -> None:
     with pytest.raises(LayoutError, match="Step 4 of the epoch"):
         sampler.position(4)
     with pytest.raises(LayoutError, match="Has the data set changed"):
-        sampler.resume(0, 12)
+        resume(sampler, 0, 12)
     assert sampler.position(3) == Position(epoch=0, samples=10, steps=3)

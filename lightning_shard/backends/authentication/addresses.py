@@ -55,6 +55,13 @@ def address_towards(host: str, port: int) -> str:
     raise last or OSError(f"{host} has no address")
 
 
+def free_port(host: str) -> int:
+    """Return a port of an address of this host at which nobody listens now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
 def chosen_ports() -> str:
     """Return in words which ports the system chooses from, where nobody asks for one."""
     with contextlib.suppress(OSError, ValueError):

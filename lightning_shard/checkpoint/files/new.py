@@ -27,7 +27,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -184,15 +184,12 @@ def new_file(path: Any) -> Iterator[BinaryIO]:
     """
     with explaining_failures(path):
         place = local_path(path)
-        if place is None:
-            with _remote_file(path) as file:
-                yield file
-        elif _is_special(place):
-            with place.open("wb") as file:
-                yield file
+        if place is not None and _is_special(place):
+            made: AbstractContextManager[BinaryIO] = place.open("wb")
         else:
-            with _local_file(place) as file:
-                yield file
+            made = _remote_file(path) if place is None else _local_file(place)
+        with made as file:
+            yield file
 
 
 @contextmanager

@@ -259,9 +259,7 @@ class OpenFolder:
         """Write the index whole or not at all, which makes a remote folder complete."""
         path = inside(self.path, INDEX_FILE)
         if self.is_local:
-            with closing(self.create(INDEX_FILE)) as file:
-                file.write(content)
-                file.finish()
+            write_checked(self, INDEX_FILE, content)
         else:
             with put(*remote_place(path)) as remote:
                 remote.write(content)

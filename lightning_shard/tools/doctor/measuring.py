@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
+from lightning_shard.backends.authentication.addresses import free_port
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import auto_backend, get_backend
 from lightning_shard.backends.stopwatch import Stopwatch
@@ -66,8 +67,7 @@ def measured_machine(
 
 
 def _figures(ranks: int, name: str, device_type: str, *, quick: bool) -> dict[str, float]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port("127.0.0.1")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "figures.json")
         processes.spawn(  # type: ignore[attr-defined, no-untyped-call]
