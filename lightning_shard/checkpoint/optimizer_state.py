@@ -74,7 +74,11 @@ def local_state_dict(
     """Cut a full optimizer `state_dict` down to this rank's shards, or raise if it does not fit."""
     if not optimizer.param_groups or "state" not in full:  # a form of its own, for full state
         return dict(full)
-    _check_groups(full, optimizer)
+    for misfit in length_misfits(full["param_groups"], optimizer):
+        raise CheckpointError(
+            f"The {misfit.removeprefix('the ')}. Resume with the model and the groups that it was "
+            f"saved with, or load only the weights."
+        )
     numbers = [number for group in full["param_groups"] for number in group["params"]]
     params = dict(zip(numbers, params_of(optimizer), strict=True))
     state = {
@@ -85,14 +89,6 @@ def local_state_dict(
         if key not in params or is_kept(params[key], engine)
     }
     return {**full, "state": state}
-
-
-def _check_groups(full: Mapping[str, Any], optimizer: Optimizer) -> None:
-    for misfit in length_misfits(full["param_groups"], optimizer):
-        raise CheckpointError(
-            f"The {misfit.removeprefix('the ')}. Resume with the model and the groups that it was "
-            f"saved with, or load only the weights."
-        )
 
 
 def full_state_dict(optimizer: Optimizer, engine: DataParallelEngine) -> dict[str, Any]:

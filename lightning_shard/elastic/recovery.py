@@ -380,7 +380,9 @@ class NextGeneration:
 
     def enter(self, error: BaseException | None) -> bool:
         """Go on in the next generation, from the newest boundary that is complete."""
-        is_own = error is not None and not _is_of_a_peer(error)
+        is_own = error is not None and not (
+            isinstance(error, RankFailedError) or is_about_a_peer(error)
+        )
         if error is not None and is_own and self._fit.ranks.generation.number and all_raise(error):
             raise self._early_end.by(error, is_common=True)  # no accident: it would come again
         self._memory.close()
@@ -516,7 +518,3 @@ def refuse_strangers(
             f"which is trained, or its Trainer, strategy or versions are, expected the same. Start "
             f"it with the same arguments."
         )
-
-
-def _is_of_a_peer(error: BaseException) -> bool:
-    return isinstance(error, RankFailedError) or is_about_a_peer(error)

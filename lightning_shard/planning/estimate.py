@@ -285,7 +285,11 @@ class _PipelinedEstimate:
             sent={
                 "pp": max(self._sent_pp(own) for own in ranks),
                 "dp": int(sent_dp),
-                "tp": max(self._sent_tp(own) for own in ranks),
+                "tp": int(
+                    max(sum(map(self._tp_bytes, own)) for own in ranks)
+                    * one.num_microbatches
+                    * one.rounds
+                ),
             },
             idle_share=idle,
             seconds=total,
@@ -334,9 +338,6 @@ class _PipelinedEstimate:
         ends = 0 in own or self.num_stages - 1 in own
         ties = tied_bytes(self.anatomy.weights(self.one.tp)) if ends else 0
         return int(per * self.one.num_microbatches * self.one.rounds + ties)
-
-    def _sent_tp(self, own: tuple[int, ...]) -> int:
-        return int(sum(map(self._tp_bytes, own)) * self.one.num_microbatches * self.one.rounds)
 
     def _tp_bytes(self, stage: int) -> float:
         figure = self.stages.sent_tp[self._place(stage)]

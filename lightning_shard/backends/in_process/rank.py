@@ -46,20 +46,14 @@ def peer_failed_error_maker(failed: str, error: BaseException) -> ErrorMaker:
     return make
 
 
-def gone_error(gone: Sequence[str], rank: int, operation: str) -> Exception:
-    """Make a rank's error of peers, named `gone`, which a fault has dropped."""
-    return RankFailedError(
-        f"Rank {rank} cannot go on with {operation}: rank {', '.join(gone)} is gone, without "
-        "a word. Start again from a checkpoint, or go on in a group without it."
-    )
+GONE = "is gone, without a word. Start again from a checkpoint, or go on in a group without it."
+LEFT = "has left these groups. Go on in the next generation's."
 
 
-def left_error(left: Sequence[str], rank: int, operation: str) -> Exception:
-    """Make a rank's error of peers, named `left`, which left their groups or ended."""
-    return RankFailedError(
-        f"Rank {rank} cannot go on with {operation}: rank {', '.join(left)} has left these "
-        "groups. Go on in the next generation's."
-    )
+def lost_error(lost: Sequence[str], what: str, rank: int, operation: str) -> Exception:
+    """Make a rank's error of peers that a fault has dropped, or that left their groups or ended."""
+    peers = f"rank {', '.join(lost)} {what}"
+    return RankFailedError(f"Rank {rank} cannot go on with {operation}: {peers}")
 
 
 NOT_YET = -1

@@ -32,14 +32,15 @@ from lightning_shard.backends.in_process.faults import (
     num_ranks_added,
 )
 from lightning_shard.backends.in_process.rank import (
+    GONE,
+    LEFT,
     NOT_YET,
     ErrorMaker,
     Rank,
     RankPosition,
     Status,
     Wait,
-    gone_error,
-    left_error,
+    lost_error,
     peer_failed_error_maker,
     rank_name,
 )
@@ -312,7 +313,7 @@ class Losses:
                 )
         gone = [p for p in lost if ranks[p[0]].status is Status.GONE]
         names = [rank_name(number, thread) for thread, number in gone or lost]
-        return partial(gone_error if gone else left_error, names)
+        return partial(lost_error, names, GONE if gone else LEFT)
 
     def _is_lost(self, rank: Rank, generation: int) -> bool:
         if not self._scheduler.is_elastic:

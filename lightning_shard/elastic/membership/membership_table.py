@@ -214,7 +214,12 @@ class MembershipTable:
             if self._waiting_since is None:
                 self._waiting_since = now
             if now - self._waiting_since < self._bounds.patience_seconds:
-                self._tell_to_wait(waiting + spares, self._what_is_missing(len(waiting + spares)))
+                num_ranks, least = len(waiting + spares), self._bounds.min_ranks
+                self._tell_to_wait(
+                    waiting + spares,
+                    f"waits for {least - num_ranks} more rank(s): has {num_ranks}, min_ranks="
+                    f"{least}; ends in {self._bounds.patience_seconds:.0f} s",
+                )
                 return
             self._is_ending = True
         self._form(waiting[: self._bounds.max_ranks])
@@ -298,12 +303,6 @@ class MembershipTable:
 
     def _describe(self, member: str) -> str:
         return f"rank {self.members.index(member)} (member {member})"
-
-    def _what_is_missing(self, num_ranks: int) -> str:
-        return (
-            f"waits for {self._bounds.min_ranks - num_ranks} more rank(s): has {num_ranks}, "
-            f"min_ranks={self._bounds.min_ranks}; ends in {self._bounds.patience_seconds:.0f} s"
-        )
 
     def _tell_to_wait(self, members: Iterable[str], text: str) -> None:
         for member in members:
