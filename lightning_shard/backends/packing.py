@@ -11,6 +11,11 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.data
 
 
+def bits_of(tensor: Tensor) -> Tensor:
+    """Return the elements as bytes, uint8, 1-D: where they lie, or a copy of what is strided."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
 def write(target: Tensor, source: Tensor) -> None:
     """Copy `source` into `target`, which has as many elements."""
     if target.shape != source.shape:

@@ -48,6 +48,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.packing import bits_of
 from lightning_shard.checkpoint.files.new import explaining_failures, new_folder
 from lightning_shard.checkpoint.files.open_folder import (
     META_FILE,
@@ -65,7 +66,6 @@ from lightning_shard.checkpoint.files.torch_archive import (
 from lightning_shard.checkpoint.host_buffers import HostBuffers
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor, index_of, write_boxes
 from lightning_shard.checkpoint.sharded.folder import text_of, with_keys
-from lightning_shard.core.comparing import bits_of
 from lightning_shard.errors import CheckpointError
 
 _MOST_KEPT = 3  # within an epoch, at its end, and one that somebody else has made necessary

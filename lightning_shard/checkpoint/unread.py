@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_shard.core.comparing import bits_of
+from lightning_shard.backends.packing import bits_of
 
 
 class Unread(Protocol):

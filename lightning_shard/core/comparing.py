@@ -33,11 +33,6 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.float32 if tensor.is_floating_point() else torch.float64)
 
 
-def bits_of(tensor: Tensor) -> Tensor:
-    """Return the elements as bytes, uint8, 1-D: where they lie, or a copy of what is strided."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
 def is_close(got: Tensor, expected: Tensor, relative: float, least: float = 0.0) -> bool:
     """Whether tensors differ by no more than a share of the largest element, and `least`."""
     return apart(got, expected) <= relative * largest([expected]) + least

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shard.backends.in_process.world import current_world
+from lightning_shard.backends.packing import bits_of
 from lightning_shard.checkpoint.files.new import new_file
 from lightning_shard.checkpoint.optimizer_state import params_of
 from lightning_shard.checkpoint.rank_snapshot import (
@@ -35,7 +36,6 @@ from lightning_shard.checkpoint.rank_snapshot import (
     TensorEntry,
     TensorKey,
 )
-from lightning_shard.core.comparing import bits_of
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import CheckpointError
 from lightning_shard.replay.tape import Result

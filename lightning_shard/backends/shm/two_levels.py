@@ -31,13 +31,12 @@ from lightning_shard.backends.calls import Call, op_name
 from lightning_shard.backends.exchange import start_exchange
 from lightning_shard.backends.group_handle import CallWork, FlightWork, InFlight, ranks_of
 from lightning_shard.backends.liveness.interruption import end_at_exit
-from lightning_shard.backends.packing import pack, raw, room_for, unaliased, unpack, write
+from lightning_shard.backends.packing import bits_of, pack, raw, room_for, unaliased, unpack, write
 from lightning_shard.backends.python_group import ANY_SOURCE, PythonGroup
 from lightning_shard.backends.rank_order import reduce_tensors
 from lightning_shard.backends.shapes import FIRST_RESERVED_TAG
 from lightning_shard.backends.shm.heap import own_heap
 from lightning_shard.backends.shm.process_group import BACKEND_NAME, ShmGroup
-from lightning_shard.core.comparing import bits_of
 
 _AT_ONCE_BYTES = 64 << 10  # up to here three steps take longer than one over Gloo
 _SUMS = ("SUM", "AVG")

@@ -33,7 +33,6 @@ from typing_extensions import override
 from lightning_shard.backends.pending import Pending
 from lightning_shard.backends.streams import sent_up
 from lightning_shard.backends.traffic import ring_share
-from lightning_shard.core.comparing import bits_of
 from lightning_shard.data_parallel.compression.compressor import (
     Compressor,
     Exchange,
@@ -337,7 +336,7 @@ def write_row(row: Tensor, form: _Form, tensors: Sequence[Tensor], sound: Tensor
     """Fill `row`, shape (num_bytes,) of uint8; `sound` is a scalar of bool."""
     row[0].copy_(sound)
     for field, tensor in zip(form.fields, tensors, strict=True):
-        row[field.start : field.stop].copy_(bits_of(tensor))
+        row[field.start : field.stop].copy_(tensor.contiguous().view(-1).view(torch.uint8))
 
 
 def read_row(row: Tensor, form: _Form) -> tuple[Tensor, ...]:

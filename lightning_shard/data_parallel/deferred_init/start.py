@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.comparing import bits_of
 from lightning_shard.core.extensions import instead
 from lightning_shard.data_parallel.deferred_init.recorder import noting
 from lightning_shard.data_parallel.deferred_init.tape import (
@@ -70,8 +69,9 @@ def _of_leaf(leaf: Any) -> Iterator[bytes]:
 
 
 def _content(tensor: Tensor) -> bytes:
+    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    elements: Any = bits_of(tensor.detach().cpu()).numpy()
+    elements: Any = raw.numpy()
     return head + blake2b(memoryview(elements)).digest()
 
 

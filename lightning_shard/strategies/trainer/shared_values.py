@@ -31,7 +31,6 @@ from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.streams import sent_up
-from lightning_shard.core.comparing import bits_of
 from lightning_shard.core.placeholders import Placeholder
 from lightning_shard.data_parallel.agreement import met
 from lightning_shard.errors import ConfigError
@@ -81,7 +80,7 @@ class SharedValues:
         if packed.objects:
             self._group.broadcast_object(objects, self._source)
         for tensor in packed.tensors:
-            self._group.broadcast(bits_of(tensor.to(device)), self._source).wait()
+            self._group.broadcast(_bytes_of(tensor.to(device)), self._source).wait()
 
     def _pickled(self, value: Any) -> bytes:
         try:
@@ -217,6 +216,11 @@ def _joined(packed: _TakenApart, device: torch.device) -> Tensor:
     return torch.cat([scalars, *(one.to(device, torch.float64) for one in packed.small_tensors)])
 
 
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's memory as bytes, or a copy; not every backend moves every type."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
 @dataclass
 class _Unpacking:
     """Puts the parts that were taken out back into a form, in the same order."""
@@ -251,7 +255,7 @@ class _Unpacking:
         if not isinstance(value, _LargeTensor):
             return value
         tensor = torch.empty(value.shape, dtype=value.dtype, device=self.elements.device)
-        self.group.broadcast(bits_of(tensor), self.source).wait()
+        self.group.broadcast(_bytes_of(tensor), self.source).wait()
         return tensor
 
 

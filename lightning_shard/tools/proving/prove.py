@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_shard.core.comparing import bits_of
+from lightning_shard.backends.packing import bits_of
 from lightning_shard.core.options import check_num_ranks
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.strategies.micro_batches import number_in_step
