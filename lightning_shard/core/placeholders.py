@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -43,6 +42,8 @@ from lightning_shard.core.tensor_calls import (
 from lightning_shard.errors import ConfigError
 
 _UPDATES_STATISTICS = ("batch_norm",)  # of another stage: they are its own to keep
+_MAX_MADE = 4096
+_made: dict[Any, Any] = {}  # formats of what operations make on meta, by what they are given
 _written_to: ContextVar[dict[str, None] | None] = ContextVar("written_to", default=None)
 _is_alone: ContextVar[bool] = ContextVar("is_alone", default=False)
 _given: ContextVar[list[Tensor] | None] = ContextVar("given", default=None)
@@ -175,10 +176,8 @@ class Placeholder(SeesCalls, SeesOperations):
         device = given[1].get("device") or source.device
         if "device" in given[1]:
             given[1]["device"] = torch.device("meta")
-        meta_args, meta_kwargs = map_only(Tensor, _as_meta, given)
         try:
-            with in_any_order():
-                result = func(*meta_args, **meta_kwargs)
+            result = _on_meta(func, given)
         except (RuntimeError, NotImplementedError) as error:
             raise _asked_for(sources, origins, f"{func}: {error}") from error
         known = {id(one.like): one for one in sources}
@@ -226,6 +225,57 @@ def in_any_order() -> Iterator[None]:
         yield
     finally:
         torch.set_deterministic_debug_mode(mode)
+
+
+class _Format(NamedTuple):
+    """What an operation on meta goes by, of a tensor."""
+
+    shape: Sequence[int]
+    strides: Sequence[int]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Format":
+        """Return the format of a tensor, and of its placeholder."""
+        like = tensor.like if isinstance(tensor, Placeholder) else tensor
+        if type(like) not in (Tensor, nn.Parameter):  # a fake one, say
+            raise TypeError(f"unknown class of tensors: {type(like)}")
+        return cls(like.shape, like.stride(), like.dtype)
+
+    def empty(self) -> Tensor:
+        """Make a meta tensor."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+
+def _on_meta(func: Function, given: tuple[Args, Kwargs]) -> Any:
+    """Return what an operation makes on meta, as the last time where it is given such tensors."""
+    try:
+        key = func, torch.get_default_dtype(), _hashable(given)
+        if key in _made:
+            return map_only(_Format, _Format.empty, _made[key])
+    except (TypeError, RuntimeError):  # no value that is known again, or a tensor without strides
+        return _computed_on_meta(func, given)[0]
+    result, is_new = _computed_on_meta(func, given)
+    if is_new and len(_made) < _MAX_MADE:
+        _made[key] = map_only(Tensor, _Format.of, result)
+    return result
+
+
+def _computed_on_meta(func: Function, given: tuple[Args, Kwargs]) -> tuple[Any, bool]:
+    """Return what an operation makes, and whether none of it is a tensor that was given."""
+    args, kwargs = map_only(Tensor, _as_meta, given)
+    with in_any_order():
+        result = func(*args, **kwargs)
+    old = set(map(id, found_in(Tensor, (args, kwargs))))
+    return result, old.isdisjoint(map(id, found_in(Tensor, result)))
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _Format.of(value)
+    if isinstance(value, dict):
+        value = *value.items(), dict
+    return tuple(map(_hashable, value)) if type(value) in (tuple, list) else (type(value), value)
 
 
 def _as_meta(tensor: Tensor) -> Tensor:
@@ -318,9 +368,8 @@ def note_given(values: Any) -> None:
     """Note that other stages compute with these values, for `tensors_given`."""
     given = _given.get()
     if given is not None and torch.is_grad_enabled():
-        found: list[Tensor] = []
-        apply_to_collection(values, Tensor, found.append, wrong_dtype=Placeholder)
-        given += [one for one in found if one.requires_grad]
+        found = found_in(Tensor, values)
+        given += [one for one in found if not isinstance(one, Placeholder) and one.requires_grad]
 
 
 def parameters_written() -> AbstractContextManager[dict[str, None]]:

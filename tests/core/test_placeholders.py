@@ -1,8 +1,11 @@
 """Stand-ins for the values of other stages: their looks spread, their elements cannot be had."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_shard import ConfigError
 from lightning_shard.core.placeholders import Placeholder, is_placeholder
@@ -94,3 +97,37 @@ def test_an_operation_of_the_cpu_is_not_refused_for_a_gpu() -> None:
     torch.use_deterministic_algorithms(mode=True)
     assert torch.histc(stand_in(5), bins=3).shape == (3,)
     assert torch.are_deterministic_algorithms_enabled()
+
+
+GIVEN = [  # in turns, what differs from the one before in a single thing
+    (torch.add, (1,), torch.int64),
+    (torch.add, (1.0,), torch.int64),
+    (torch.add, (True,), torch.int64),
+    (torch.sum, (0,), torch.float32),
+    (torch.sum, (1,), torch.float32),
+    (torch.sum, ((0, 1),), torch.float32),
+    (torch.true_divide, (2,), torch.int64),
+    (torch.true_divide, (2,), torch.float16),
+    (torch.max, (0,), torch.float32),
+    (torch.max, (0, True), torch.float32),
+]
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("func", "others", "dtype"), GIVEN)
+def test_an_operation_has_the_format_that_torch_gives_it_each_time(
+    func: Any, others: Any, dtype: torch.dtype, default: torch.dtype
+) -> None:
+    """What an operation makes is known from the last time it was given tensors of such formats."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        for shape in ((2, 3), (2, 3), (3, 2)):
+            value = torch.ones(shape, dtype=dtype)
+            expected = func(value, *others)
+            found = func(Placeholder.of(value, shape, "weight"), *others)
+            for one, other in zip(tree_leaves(expected), tree_leaves(found), strict=True):
+                assert (one.shape, one.stride()) == (other.shape, other.stride())
+                assert one.dtype == other.dtype
+    finally:
+        torch.set_default_dtype(before)

@@ -32,7 +32,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate, repeat
+from itertools import accumulate, chain, repeat
 from typing import Any, NamedTuple
 from weakref import ReferenceType
 
@@ -207,6 +207,7 @@ class _Followed:
             if not name
             or any(isinstance(one, kinds) for key, one in home.items() if key not in _LIGHTNINGS)
         }
+        self._seen: dict[str, tuple[list[dict[str, Any]], list[Any], list[str]]] = {}
         closed = self._homes.keys() - self._open
         self._plain = {
             name: {key: one for key, one in self._homes[name].items() if key not in _LIGHTNINGS}
@@ -218,13 +219,25 @@ class _Followed:
             for block in accumulate(name.split("."), "{}.{}".format):
                 self._blocks.setdefault(block, []).append(name)
 
-    def opened(self, block: str = "") -> list[str]:
+    def opened(self, block: str = "") -> Sequence[str]:
         """Return the names of open modules in a block, those that have changed among them."""
-        names = self._blocks.get(block, [])
-        for name in names:
-            if name not in self._open and not self._is_plain_still(name):
-                self._open.add(name)
-        return [name for name in names if name in self._open]
+        if not self._is_as_seen(block):
+            names = self._blocks.get(block, [])
+            closed = [one for one in names if one not in self._open]
+            changed = {one for one in closed if not self._is_plain_still(one)}
+            if changed:
+                self._open |= changed
+                self._seen.clear()
+            homes = [self._homes[one] for one in names if one not in self._open]
+            values = [*chain.from_iterable(map(dict.values, homes))]
+            self._seen[block] = homes, values, [one for one in names if one in self._open]
+        return self._seen[block][2]
+
+    def _is_as_seen(self, block: str) -> bool:
+        """Whether closed modules have what they had, to the object: most calls end here."""
+        homes, values, _ = self._seen.get(block, ([], [_GONE], []))
+        now = chain.from_iterable(map(dict.values, homes))
+        return sum(map(len, homes)) == len(values) and all(map(operator.is_, now, values))
 
     def _is_plain_still(self, name: str) -> bool:
         home, before = self._homes[name], self._plain[name]
@@ -311,13 +324,15 @@ class _Before:
         names = followed.opened(block)
         self._names = set(names)
         self._versions = {} if block else followed.versions()
-        self.values = {path: one[path[-1]] for path, one in followed.containers(names)}
-        self._sizes = {path: len(one) for path, one in self.values.items() if isinstance(one, list)}
-        self._tensors = {
-            path: (_version(one), one.clone().detach())
-            for path, one in self.values.items()
-            if isinstance(one, Tensor) and not isinstance(one, Placeholder)
-        }
+        self.values: dict[Path, Any] = {}
+        self._sizes: dict[Path, int] = {}
+        self._tensors: dict[Path, tuple[int | None, Tensor]] = {}
+        for path, container in followed.containers(names):
+            value = self.values[path] = container[path[-1]]
+            if isinstance(value, list):
+                self._sizes[path] = len(value)
+            elif isinstance(value, Tensor) and not isinstance(value, Placeholder):
+                self._tensors[path] = _version(value), value.clone().detach()
 
     def _containers(self) -> list[tuple[Path, dict[Any, Any]]]:
         """Return what there is now; modules that are open only now had plain values before."""
