@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from gc import get_objects
+from itertools import chain
 from sys import getrefcount
 from typing import Any, TypeVar, cast
 
@@ -24,10 +25,12 @@ from torch.nn.modules import module as of_modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as DropoutLayer
 from torch.optim import Optimizer
+from torch.optim import optimizer as of_optimizers
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.core.modules import is_scripted
 
@@ -44,6 +47,10 @@ _OF_A_GRAPH = 4  # references to a tensor that no code of Python has but this se
 _OF_A_LIST = 2  # references: the list's, and that of the function which counts
 MAY_SHARE_DATA: Any = torch._has_compatible_shallow_copy_type  # `Module._apply` asks it
 INITIALISERS = ("reset_parameters", "_reset_parameters")  # of torch's layers, by their name
+_HOOKS_OF_ALL_OPTIMIZERS: tuple[dict[int, Any], ...] = (
+    of_optimizers._global_optimizer_pre_hooks,
+    of_optimizers._global_optimizer_post_hooks,
+)
 F = TypeVar("F", bound=Callable[..., Any])
 Hook = Callable[..., Any]
 
@@ -117,11 +124,13 @@ class Untraced:
         return self._context.__exit__(*error)
 
 
-def step_hooks_between(optimizer: Optimizer, first: Hook, last: Hook) -> list[Hook]:
-    """Return the hooks that an optimizer's step calls after one and before another."""
-    before = [*optimizer._optimizer_step_pre_hooks.values()]
-    after = [*optimizer._optimizer_step_post_hooks.values()]
-    return before[before.index(first) + 1 :] + after[: after.index(last)]
+def put_next_to_step(optimizer: Optimizer, first: RemovableHandle, last: RemovableHandle) -> bool:
+    """Let two hooks be next to the step of an optimizer; return whether users have others."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    before.move_to_end(first.id)
+    after.move_to_end(last.id, last=False)
+    hooks = chain(*(one.values() for one in (before, after, *_HOOKS_OF_ALL_OPTIMIZERS)))
+    return any(not str(hook.__module__).startswith("lightning_shard.") for hook in hooks)
 
 
 def is_traced() -> bool:

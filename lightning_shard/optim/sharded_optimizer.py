@@ -1,14 +1,16 @@
 """The user's own optimizer object, updating this rank's shard of every parameter.
 
     optimizer.step(closure)
+      ├─ the user's hooks before it    full parameters and gradients, as in any hook
       ├─ closure()                     forward, backward, clipping: full parameters; the loss
       │                                that the optimizer gets is the mean over the ranks
       ├─ enter the optimizer view      param.data, param.grad -> local shards; full matrices
       │                                on their owners, where the optimizer needs them; or
       │                                groups -> a few long pieces of the rank's shards
       ├─ the optimizer's own update    its options and state are untouched
-      └─ leave the view, publish       shards -> everybody's full parameters; also where the
-                                       update raises
+      ├─ leave the view, publish       shards -> everybody's full parameters; also where the
+      │                                update raises
+      └─ the user's hooks after it     as those before it
 
 Schedulers, callbacks and the user keep the object that they hold; between steps its groups list the
 module's own parameters. State that the optimizer creates is in shards because it sees shards; what
@@ -29,7 +31,7 @@ would move it all the same is refused.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import wraps
 from itertools import chain
 from types import MethodType
@@ -53,7 +55,7 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.assigned import ReplacedParameter
 from lightning_shard.data_parallel.model_split import has_parts
 from lightning_shard.data_parallel.optimizer_entries import of_parameters
-from lightning_shard.data_parallel.torch_private import step_hooks_between
+from lightning_shard.data_parallel.torch_private import put_next_to_step
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
 from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor
@@ -360,8 +362,11 @@ class ShardedOptimizer:
         optimizer: Optimizer,
         engine: DataParallelEngine,
         before: "ShardedOptimizer | None" = None,
+        around_hooks: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         replaced = None if before is None else before._replaced
+        self._around_hooks = around_hooks if before is None else before._around_hooks
+        self._in_hooks, self._has_hooks = ExitStack(), False  # of the user's, around its steps
         self._replaced: ReplacedParameters = ReplacedParameters(optimizer, engine, replaced)
         if before is not None:
             self._replaced.check(of_update=False)
@@ -383,7 +388,8 @@ class ShardedOptimizer:
         self._flat = FlatStep(optimizer, engine)
         self._replaced.put_back()
         self._own_methods = OwnMethods(optimizer, self._in_view_of_state)
-        self._failing = FailingSteps(optimizer, self._end_failed, self._end_later)
+        ends = self._end_failed, self._end_later
+        self._watched = WatchedSteps(optimizer, *ends, run=self._with_hooks)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -413,7 +419,7 @@ class ShardedOptimizer:
         """Give the optimizer back as it was, state in shards."""
         for handle in self._handles:
             handle.remove()
-        self._failing.detach()
+        self._watched.detach()
         self._own_methods.detach()
         self._flat.put_back()
         self._edited_state.detach()
@@ -426,13 +432,26 @@ class ShardedOptimizer:
         self._edited_state.take_in()
         self._flat.put_back()
 
+    def _with_hooks(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step, outside of whose view the user's hooks before and after it run."""
+        self.engine.view.end_interrupted()
+        with self._in_hooks:
+            self._has_hooks = put_next_to_step(self.optimizer, *self._handles[:2])
+            if self._has_hooks:
+                if not (args or kwargs):  # else gradients are those of the last step
+                    self.engine.average_gradients()
+                self._in_hooks.enter_context(self._around_hooks())
+            return step(*args, **kwargs)
+
     def _before_step(
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # torch hands over the optimizer itself as args[0]
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        self._in_hooks.close()
+        if self._has_hooks and self._num_steps:
+            self._refuse_hooks_inside()
         self._replaced.check(of_update=closure is None)
-        self.engine.view.end_interrupted()
         if not self._num_steps:
             self._later.try_next(with_closure=closure is not None)
         self._num_steps += 1
@@ -444,6 +463,16 @@ class ShardedOptimizer:
         if len(args) > 1:
             return (args[0], wrapped, *args[2:]), kwargs
         return args, {**kwargs, "closure": wrapped}
+
+    def _refuse_hooks_inside(self) -> None:
+        engine, kind = self.engine, type(self.optimizer).__name__
+        if engine.view.differs or engine.split.groups:
+            raise ConfigError(
+                f"Rank {engine.collectives.rank}: step() of {kind} calls that of its base class, "
+                f"around which torch calls the hooks of register_step_pre_hook and its like once "
+                f"more, where this rank has parts of the weights; expected hooks around the whole "
+                f"step. Use on_before_optimizer_step and on_train_batch_end, or 'shard_ddp'."
+            )
 
     def _wrap(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
@@ -466,6 +495,8 @@ class ShardedOptimizer:
         if self._in_view and not self._num_steps:
             self._leave()
             self.engine.note_update(ends=True)
+        if self._has_hooks and not self._num_steps:
+            self._in_hooks.enter_context(self._around_hooks())
 
     def _end_failed(self) -> None:
         """Leave the view that an update has left by raising; each rank must call."""
@@ -529,8 +560,7 @@ class ShardedOptimizer:
 
     def _shows_shards(self) -> bool:
         """Decide how the step is made; return whether each parameter is to show its shard."""
-        watching = step_hooks_between(self.optimizer, self._before_step, self._after_step)
-        self._is_flat = not watching and self._flat.prepare()
+        self._is_flat = self._flat.prepare()
         return not self._is_flat
 
     def _leave(self) -> None:
@@ -675,20 +705,33 @@ def mean_loss(loss: Any, optimizer: Optimizer, ranks: Collectives, device: torch
     return loss.new_tensor(mean).reshape(loss.shape) if isinstance(loss, Tensor) else mean
 
 
-class FailingSteps:
-    """Calls back where a step of an optimizer raises, until `detach`."""
+def _called(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return step(*args, **kwargs)
+
+
+def _nothing() -> None:
+    pass
+
+
+class WatchedSteps:
+    """Runs an optimizer's steps by `run`, and calls back where one raises, until `detach`."""
 
     def __init__(
-        self, optimizer: Optimizer, end: Callable[[], None], end_later: Callable[[], None]
+        self,
+        optimizer: Optimizer,
+        end: Callable[[], None],
+        end_later: Callable[[], None],
+        run: Callable[..., Any] = _called,
     ) -> None:
-        self._optimizer, self._end, self._end_later = optimizer, end, end_later
+        self._optimizer, self._run = optimizer, run
+        self._end, self._end_later = end, end_later
         self._before = vars(optimizer).get("step")
         step = optimizer.step
 
         @wraps(step)
         def watched(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             try:
-                return step(*args, **kwargs)
+                return self._run(step, *args, **kwargs)
             except BaseException as error:
                 (self._end if _all_are_there(error) else self._end_later)()
                 raise
@@ -698,7 +741,7 @@ class FailingSteps:
 
     def detach(self) -> None:
         """Give the optimizer its own step back, unless somebody has wrapped ours since."""
-        self._end = self._end_later = lambda: None
+        self._run, self._end, self._end_later = _called, _nothing, _nothing
         if vars(self._optimizer).get("step") is not self._ours:
             return
         if self._before is None:

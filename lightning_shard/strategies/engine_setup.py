@@ -74,6 +74,7 @@ from lightning_shard.strategies.trainer.callbacks import (
     prepare_callbacks,
 )
 from lightning_shard.strategies.trainer.hook_advice import (
+    calls_user_code,
     hooks_inside,
     may_change_groups,
     may_edit_gradients,
@@ -475,7 +476,7 @@ class EngineSetup(RunPart):
             contexts.insert(0, self._around_hook)
         for context in contexts:
             if context is not None:
-                around = hooks_inside(context, self.run.module, callbacks)
+                around = hooks_inside(context, self.run.module, callbacks, also=self._also)
                 self.in_hooks.enter_context(around)
 
     def _around_hook(self) -> AbstractContextManager[None]:
@@ -493,8 +494,14 @@ class EngineSetup(RunPart):
         rank, follow = self.strategy.mesh_rank, self._follow
         self._weights = weights = WeightsInHooks(engine, rank, self._finish_copies, follow)
         self.in_hooks.enter_context(
-            hooks_inside(weights.shown, self.run.module, others, without=_OF_FAILURES)
+            hooks_inside(weights.shown, self.run.module, others, _OF_FAILURES, also=self._also)
         )
+
+    @property
+    def _also(self) -> Sequence[str]:
+        """The hooks of the module that call functions of the user's schedulers."""
+        schedulers = [one.scheduler for one in self.strategy.lr_scheduler_configs]
+        return ["lr_scheduler_step"] if calls_user_code(schedulers) else []
 
     def _finish_copies(self) -> None:
         for one in reversed(self.strategy.dimensions):
@@ -516,6 +523,12 @@ class EngineSetup(RunPart):
                 stack.enter_context((one.hook_context() or nullcontext)())
             if self._weights is not None:
                 stack.enter_context(self._weights.shown())
+            yield
+
+    @contextmanager
+    def _in_hook(self) -> Iterator[None]:
+        """Inside, a function of the user's runs as a hook does; each rank must enter."""
+        with self._around_hook() if self.run.options.stage else nullcontext(), self._shown():
             yield
 
     def ranks_in_step(self) -> AbstractContextManager[None]:
@@ -556,15 +569,17 @@ class EngineSetup(RunPart):
 
     def renew_optimizers(self, before: LaidOutAnew | None = None) -> None:
         """Let the optimizers of the fit update the engine's shards."""
-        engine, number = self.strategy.engine, len(self.sharded)
         if before is None:
-            self.sharded = [ShardedOptimizer(one, engine) for one in self.strategy.optimizers]
+            self.sharded = [self._sharded(one) for one in self.strategy.optimizers]
             return
-        renewed = before.attach_optimizers(engine)
+        number, renewed = len(self.sharded), before.attach_optimizers(self.strategy.engine)
         self.sharded, others = renewed[:number], renewed[number:]
         for one in others:
             one.set_aside()
         self._replaced = WeakSet(others)
+
+    def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
+        return ShardedOptimizer(optimizer, self.strategy.engine, around_hooks=self._in_hook)
 
     def exchange_optimizers(self, optimizers: Sequence[Any]) -> None:
         """Let other optimizers than those of `configure_optimizers` update shards."""
@@ -586,7 +601,7 @@ class EngineSetup(RunPart):
         given_up = [one for one in self.sharded if one.optimizer not in raw]
         for one in given_up:
             one.set_aside()
-        sharded = [known.get(one) or ShardedOptimizer(one, strategy.engine) for one in raw]
+        sharded = [known.get(one) or self._sharded(one) for one in raw]
         for one in sharded:
             one.take_up()
         self._replaced = WeakSet([*self._replaced, *given_up])  # they live as their optimizers do

@@ -14,6 +14,7 @@ from torch.nn.modules.module import (
     register_module_full_backward_hook,
     register_module_full_backward_pre_hook,
 )
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -44,9 +45,9 @@ from lightning_shard.data_parallel.torch_private import (
     is_traced,
     keeps_graph,
     pass_for_parameter,
+    put_next_to_step,
     queue_after_backward,
     saving_hook,
-    step_hooks_between,
     storage_key,
     storage_uses,
     tensors_at,
@@ -71,17 +72,27 @@ def test_exchange_contents() -> None:
     assert param.tolist() == [1, 1]
 
 
-def test_step_hooks_between() -> None:
+def test_put_next_to_step() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     called: list[str] = []
-    hooks = {name: (lambda *_, name=name: called.append(name)) for name in "abcdef"}
-    for name in "abc":
+    hooks = {name: (lambda *_, name=name: called.append(name)) for name in "abcde"}
+    first = optimizer.register_step_pre_hook(hooks["c"])
+    for name in "ab":
         optimizer.register_step_pre_hook(hooks[name])
-    for name in "def":
-        optimizer.register_step_post_hook(hooks[name])
+    optimizer.register_step_post_hook(hooks["e"])
+    assert put_next_to_step(optimizer, first, optimizer.register_step_post_hook(hooks["d"]))
     optimizer.step()
-    assert called == [*"abcdef"]
-    assert step_hooks_between(optimizer, hooks["b"], hooks["e"]) == [hooks["c"], hooks["d"]]
+    assert called == [*"abcde"]
+
+
+def test_hooks_of_users_of_an_optimizer_are_known() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    own = [optimizer.register_step_pre_hook(has_gradient_hooks)]
+    own.append(optimizer.register_step_post_hook(has_gradient_hooks))
+    assert not put_next_to_step(optimizer, *own)
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    assert put_next_to_step(optimizer, *own)
+    handle.remove()
 
 
 def test_has_gradient_hooks() -> None:

@@ -11,7 +11,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_shard.errors import ConfigError
-from lightning_shard.optim.sharded_optimizer import FailingSteps, ShardedOptimizer
+from lightning_shard.optim.sharded_optimizer import ShardedOptimizer, WatchedSteps
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.test_odd_times import batches
 from tests.groups import engine_of
@@ -165,8 +165,8 @@ def test_the_step_is_the_optimizers_own_again_and_schedulers_may_wrap_it() -> No
     _, optimizer = build()
     seen: list[str] = []
 
-    def watch(one: Optimizer) -> FailingSteps:
-        return FailingSteps(one, lambda: seen.append("now"), lambda: seen.append("later"))
+    def watch(one: Optimizer) -> WatchedSteps:
+        return WatchedSteps(one, lambda: seen.append("now"), lambda: seen.append("later"))
 
     watching = watch(optimizer)
     StepLR(optimizer, 1)

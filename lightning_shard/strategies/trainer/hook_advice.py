@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, LambdaCallback
 from lightning.pytorch.core.hooks import CheckpointHooks
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_shard.errors import ConfigError, ShardError
 
@@ -145,17 +146,36 @@ def hooks_inside(
     callbacks: Sequence[Callback],
     without: Collection[str] = (),
     only: Collection[str] = _HOOKS,
+    also: Collection[str] = (),
 ) -> Iterator[None]:
-    """Let each overridden hook of a module and of callbacks run in a context of its own."""
+    """Let each overridden hook of a module and of callbacks run in a context of its own.
+
+    `also` names hooks of the module that call user code though they are not overridden.
+    """
     with ExitStack() as stack:
         for owner, parent in [
             (module, pl.LightningModule),
             *((one, Callback) for one in callbacks),
         ]:
             for name in (one for one in only if one not in without):
-                if callable(getattr(parent, name, None)) and is_overridden(name, owner, parent):
+                if callable(getattr(parent, name, None)) and (
+                    (name in also and owner is module) or is_overridden(name, owner, parent)
+                ):
                     stack.enter_context(_inside(around, owner, name))
         yield
+
+
+def calls_user_code(value: Any) -> bool:
+    """Whether schedulers are the user's own, or have functions of the user's."""
+    if isinstance(value, (list, tuple)):
+        return any(map(calls_user_code, value))
+    is_scheduler = isinstance(value, LRScheduler)
+    if not (is_scheduler or callable(value)):
+        return False
+    kind = type(value) if is_scheduler else getattr(value, "func", value)  # a partial one
+    if str(kind.__module__).split(".")[0] not in ("torch", "transformers"):
+        return True
+    return is_scheduler and calls_user_code([*vars(value).values()])
 
 
 @contextmanager
