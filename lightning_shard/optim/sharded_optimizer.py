@@ -449,8 +449,9 @@ class ShardedOptimizer:
         # torch hands over the optimizer itself as args[0]
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self._in_hooks.close()
-        if self._has_hooks and self._num_steps:
-            self._refuse_hooks_inside()
+        is_whole = not self.engine.view.differs and not self.engine.split.groups
+        if self._has_hooks and self._num_steps and not is_whole:
+            raise _hooks_inside(self.engine, self.optimizer)
         self._replaced.check(of_update=closure is None)
         if not self._num_steps:
             self._later.try_next(with_closure=closure is not None)
@@ -463,16 +464,6 @@ class ShardedOptimizer:
         if len(args) > 1:
             return (args[0], wrapped, *args[2:]), kwargs
         return args, {**kwargs, "closure": wrapped}
-
-    def _refuse_hooks_inside(self) -> None:
-        engine, kind = self.engine, type(self.optimizer).__name__
-        if engine.view.differs or engine.split.groups:
-            raise ConfigError(
-                f"Rank {engine.collectives.rank}: step() of {kind} calls that of its base class, "
-                f"around which torch calls the hooks of register_step_pre_hook and its like once "
-                f"more, where this rank has parts of the weights; expected hooks around the whole "
-                f"step. Use on_before_optimizer_step and on_train_batch_end, or 'shard_ddp'."
-            )
 
     def _wrap(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
@@ -575,6 +566,15 @@ class ShardedOptimizer:
         self._edited_state.look()
         self.engine.publish(params_of(self.optimizer))
         self._replaced.put_back()
+
+
+def _hooks_inside(engine: DataParallelEngine, optimizer: Optimizer) -> ConfigError:
+    return ConfigError(
+        f"Rank {engine.collectives.rank}: step() of {type(optimizer).__name__} calls that of its "
+        f"base class, around which torch calls hooks of register_step_pre_hook and its like once "
+        f"more, where ranks have parts of the weights; expected hooks around the whole step. "
+        f"Use on_before_optimizer_step and on_train_batch_end, or strategy='shard_ddp'."
+    )
 
 
 _IN_SHARDS = (AveragedGradient, ShardedTensor)

@@ -500,8 +500,8 @@ class EngineSetup(RunPart):
     @property
     def _also(self) -> Sequence[str]:
         """The hooks of the module that call functions of the user's schedulers."""
-        schedulers = [one.scheduler for one in self.strategy.lr_scheduler_configs]
-        return ["lr_scheduler_step"] if calls_user_code(schedulers) else []
+        configs = self.strategy.lr_scheduler_configs
+        return ["lr_scheduler_step"] * any(calls_user_code(one.scheduler) for one in configs)
 
     def _finish_copies(self) -> None:
         for one in reversed(self.strategy.dimensions):

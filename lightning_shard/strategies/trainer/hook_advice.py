@@ -165,17 +165,10 @@ def hooks_inside(
         yield
 
 
-def calls_user_code(value: Any) -> bool:
-    """Whether schedulers are the user's own, or have functions of the user's."""
-    if isinstance(value, (list, tuple)):
-        return any(map(calls_user_code, value))
-    is_scheduler = isinstance(value, LRScheduler)
-    if not (is_scheduler or callable(value)):
-        return False
-    kind = type(value) if is_scheduler else getattr(value, "func", value)  # a partial one
-    if str(kind.__module__).split(".")[0] not in ("torch", "transformers"):
-        return True
-    return is_scheduler and calls_user_code([*vars(value).values()])
+def calls_user_code(scheduler: Any) -> bool:
+    """Whether a scheduler is the user's own, or may have functions of the user's."""
+    is_own = type(scheduler).__module__ != LRScheduler.__module__
+    return is_own or bool({"lr_lambdas", "_schedulers"} & vars(scheduler).keys())
 
 
 @contextmanager
