@@ -129,7 +129,8 @@ def put_next_to_step(optimizer: Optimizer, first: RemovableHandle, last: Removab
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     before.move_to_end(first.id)
     after.move_to_end(last.id, last=False)
-    hooks = chain(*(one.values() for one in (before, after, *_HOOKS_OF_ALL_OPTIMIZERS)))
+    tables: Any = before, after, *_HOOKS_OF_ALL_OPTIMIZERS
+    hooks = chain(*(one.values() for one in tables))
     return any(not str(hook.__module__).startswith("lightning_shard.") for hook in hooks)
 
 

@@ -83,6 +83,9 @@ _WORKS_WITH_OWNERS = (
 )
 
 
+_Around = Callable[[], AbstractContextManager[object]]
+
+
 class EditedState:
     """Cuts the state that user code has put into an optimizer."""
 
@@ -362,10 +365,10 @@ class ShardedOptimizer:
         optimizer: Optimizer,
         engine: DataParallelEngine,
         before: "ShardedOptimizer | None" = None,
-        around_hooks: Callable[[], AbstractContextManager[object]] = nullcontext,
+        around_hooks: _Around = nullcontext,
     ) -> None:
         replaced = None if before is None else before._replaced
-        self._around_hooks = around_hooks if before is None else before._around_hooks
+        self._around_hooks: _Around = around_hooks if before is None else before._around_hooks
         self._in_hooks, self._has_hooks = ExitStack(), False  # of the user's, around its steps
         self._replaced: ReplacedParameters = ReplacedParameters(optimizer, engine, replaced)
         if before is not None:
@@ -438,8 +441,7 @@ class ShardedOptimizer:
         with self._in_hooks:
             self._has_hooks = put_next_to_step(self.optimizer, *self._handles[:2])
             if self._has_hooks:
-                if not (args or kwargs):  # else gradients are those of the last step
-                    self.engine.average_gradients()
+                self.engine.average_gradients()  # also those of batches that are accumulated
                 self._in_hooks.enter_context(self._around_hooks())
             return step(*args, **kwargs)
 

@@ -244,7 +244,7 @@ class EngineSetup(RunPart):
             of_forwards=[along[axis] for axis in run.groups.sample_axes[1:]],
             of_parts=run.groups.of_models.of_parts,
             with_shards=self.hidden,
-            in_hook=self._shown,
+            in_hook=partial(self.in_hook, by_engine=False),
             drawn_for_own_data=self._drawn_for_own_data,
         )
 
@@ -454,9 +454,7 @@ class EngineSetup(RunPart):
             besides = schedules(trainer)
             check_same_optimizers(strategy.optimizers, run.model, strategy.collectives, besides)
             self.renew_optimizers(before)
-        self._explain_shards(callbacks)
-        self.in_hooks.enter_context(shared_loggers())
-        self._show_weights(callbacks)
+        self._look_full_in_hooks(callbacks)
         for around in self.run.same_bits.around_hooks(callbacks):
             self.in_hooks.enter_context(around)
 
@@ -470,38 +468,23 @@ class EngineSetup(RunPart):
             share_buffers=strategy.lightning_module_state_dict,
         )
 
-    def _explain_shards(self, callbacks: Sequence[Callback]) -> None:
-        contexts = [one.hook_context() for one in self.strategy.dimensions]
-        if self.run.options.stage:
-            contexts.insert(0, self._around_hook)
-        for context in contexts:
-            if context is not None:
-                around = hooks_inside(context, self.run.module, callbacks, also=self._also)
-                self.in_hooks.enter_context(around)
-
-    def _around_hook(self) -> AbstractContextManager[None]:
-        # An elastic fit that cannot go on ends without an engine, and its callbacks hear of it.
-        engine: DataParallelEngine | None = self.run.engine
-        return nullcontext() if engine is None else engine.hook()
-
-    def _show_weights(self, callbacks: Sequence[Callback]) -> None:
-        """Let hooks see full weights of a model that is split."""
-        engine = self.strategy.engine
-        if isinstance(engine.split, Unsplit) or self.run.options.stage == 3:
+    def _look_full_in_hooks(self, callbacks: Sequence[Callback]) -> None:
+        """Let hooks see full weights of a model that is split, and explain errors on shards."""
+        strategy, module, stage = self.strategy, self.run.module, self.run.options.stage
+        configs = strategy.lr_scheduler_configs
+        also = ["lr_scheduler_step"] * any(calls_user_code(one.scheduler) for one in configs)
+        if stage or strategy.dimensions:
+            explained = hooks_inside(self._explained, module, callbacks, also=also)
+            self.in_hooks.enter_context(explained)
+        self.in_hooks.enter_context(shared_loggers())
+        if isinstance(strategy.engine.split, Unsplit) or stage == 3:
             return
         averages = averaging_callbacks(callbacks, fitting=True)  # which know of shards
         others = [one for one in callbacks if one not in averages]
-        rank, follow = self.strategy.mesh_rank, self._follow
-        self._weights = weights = WeightsInHooks(engine, rank, self._finish_copies, follow)
-        self.in_hooks.enter_context(
-            hooks_inside(weights.shown, self.run.module, others, _OF_FAILURES, also=self._also)
-        )
-
-    @property
-    def _also(self) -> Sequence[str]:
-        """The hooks of the module that call functions of the user's schedulers."""
-        configs = self.strategy.lr_scheduler_configs
-        return ["lr_scheduler_step"] * any(calls_user_code(one.scheduler) for one in configs)
+        more = strategy.mesh_rank, self._finish_copies, self._follow
+        self._weights = weights = WeightsInHooks(strategy.engine, *more)
+        shown = hooks_inside(weights.shown, module, others, _OF_FAILURES, also=also)
+        self.in_hooks.enter_context(shown)
 
     def _finish_copies(self) -> None:
         for one in reversed(self.strategy.dimensions):
@@ -516,19 +499,21 @@ class EngineSetup(RunPart):
         return having(asker, Asker.ENGINE) if self._weights is None else self._weights.hidden()
 
     @contextmanager
-    def _shown(self) -> Iterator[None]:
-        """Inside, weights look full, as in a hook; each rank must enter."""
+    def _explained(self, *, by_engine: bool = True) -> Iterator[None]:
+        """Run a hook inside, whose errors on shards are explained."""
         with ExitStack() as stack:
             for one in self.strategy.dimensions:
-                stack.enter_context((one.hook_context() or nullcontext)())
-            if self._weights is not None:
-                stack.enter_context(self._weights.shown())
+                stack.enter_context(one.around_hook())
+            # An elastic fit that cannot go on ends without an engine, and its callbacks hear of it.
+            if by_engine and self.run.options.stage and self.run.engine is not None:
+                stack.enter_context(self.run.engine.hook())
             yield
 
     @contextmanager
-    def _in_hook(self) -> Iterator[None]:
-        """Inside, a function of the user's runs as a hook does; each rank must enter."""
-        with self._around_hook() if self.run.options.stage else nullcontext(), self._shown():
+    def in_hook(self, *, by_engine: bool = True) -> Iterator[None]:
+        """Inside, weights look full, as in a hook; each rank must enter."""
+        weights = nullcontext() if self._weights is None else self._weights.shown()
+        with weights, self._explained(by_engine=by_engine):
             yield
 
     def ranks_in_step(self) -> AbstractContextManager[None]:
@@ -579,7 +564,7 @@ class EngineSetup(RunPart):
         self._replaced = WeakSet(others)
 
     def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
-        return ShardedOptimizer(optimizer, self.strategy.engine, around_hooks=self._in_hook)
+        return ShardedOptimizer(optimizer, self.strategy.engine, around_hooks=self.in_hook)
 
     def exchange_optimizers(self, optimizers: Sequence[Any]) -> None:
         """Let other optimizers than those of `configure_optimizers` update shards."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loops.optimization.closure import AbstractClosure
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
@@ -208,9 +209,11 @@ class RunSteps(RunPart):
     def update(self, optimizer: Optimizer, closure: Callable[[], Any], step: ModuleStep) -> Any:
         """Run an optimizer's step, in whose closure dimensions see its averaged gradients."""
         strategy = self.strategy
+        is_own = self.run.module.automatic_optimization and not isinstance(closure, AbstractClosure)
 
         def seen() -> Any:
-            with having(asker, Asker.USER):  # of manual optimization it is user code itself
+            # One of `optimizer_step` is a hook; of manual optimization it is a part of the step.
+            with self.run.setup.in_hook() if is_own else having(asker, Asker.USER):
                 result = closure()
             for one in strategy.dimensions:
                 one.before_update(optimizer, strategy.optimizers.index(optimizer))

@@ -4,7 +4,7 @@
     split, attach, runner          the set-up: the model, then the engine, then who runs steps
     step_context, completed        around a step, and what it returns
     before_backward, before_update what ranks compare
-    hook_context, finish_copies    around the user's hooks
+    around_hook, finish_copies     around the user's hooks
     share_state                    before a checkpoint
     restore                        the end of a run, and of a set-up that has failed
     described, simulated           instead of all that: a dry run
@@ -220,9 +220,9 @@ class ParallelDimension:
     def check_gather(self, tensor: Tensor, *, sync_grads: bool) -> None:
         """Refuse to gather what a step has on its ranks, where that cannot be right."""
 
-    def hook_context(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """Return what makes the context of each of the user's hooks in a fit; None for none."""
-        return None
+    def around_hook(self) -> AbstractContextManager[None]:
+        """Make the context of a hook of the user's in a fit."""
+        return nullcontext()
 
     def follow(self) -> Mapping[Tensor, Callable[[], Tensor]]:
         """Return what brings tensors that other ranks' steps change up to date in a hook."""

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -108,8 +107,8 @@ class ExpertDimension(ParallelDimension):
         return self._in_step
 
     @override
-    def hook_context(self) -> Callable[[], AbstractContextManager[None]] | None:
-        return None if self._shared is None else partial(self._shared.weights.step, in_hook=True)
+    def around_hook(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._shared is None else self._shared.weights.step(in_hook=True)
 
     @override
     def completed(self, result: Any) -> Any:

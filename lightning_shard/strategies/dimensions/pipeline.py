@@ -3,8 +3,8 @@
 import inspect
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -290,12 +290,12 @@ class PipelineDimension(ParallelDimension):
             self._steps.check_gather(tensor, sync_grads=sync_grads)
 
     @override
-    def hook_context(self) -> Callable[[], AbstractContextManager[None]] | None:
+    def around_hook(self) -> AbstractContextManager[None]:
         if self._run is None or self._split is None:
-            return None
+            return nullcontext()
         absent = self._split.full_shapes
         params = self._run.module.named_parameters()
-        return partial(explaining_absent, [name for name, param in params if param in absent])
+        return explaining_absent(name for name, param in params if param in absent)
 
     @override
     def follow(self) -> Mapping[Tensor, Callable[[], Tensor]]:
@@ -444,11 +444,12 @@ _OF_NOTHING = re.compile(r"\(0\)|\[0\]|\bsize 0\b|numel\(\) == 0|no identity")
 
 
 @contextmanager
-def explaining_absent(names: Sequence[str]) -> Iterator[None]:
+def explaining_absent(of_others: Iterable[str]) -> Iterator[None]:
     """Say which parameters other ranks have where user code inside fails on an empty tensor."""
     try:
         yield
     except (RuntimeError, IndexError, ValueError) as error:
+        names = [*of_others]
         if isinstance(error, ShardError) or not names or not _OF_NOTHING.search(str(error)):
             raise
         raise ConfigError(

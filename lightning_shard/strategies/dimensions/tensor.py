@@ -125,8 +125,8 @@ class TensorDimension(ParallelDimension):
         return nullcontext() if self._layers is None else self._layers.step()
 
     @override
-    def hook_context(self) -> Callable[[], AbstractContextManager[None]] | None:
-        return None if self._layers is None else self._layers.hook
+    def around_hook(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._layers is None else self._layers.hook()
 
     @override
     def completed(self, result: Any) -> Any:
