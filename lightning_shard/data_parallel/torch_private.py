@@ -126,11 +126,10 @@ class Untraced:
 
 def put_next_to_step(optimizer: Optimizer, first: RemovableHandle, last: RemovableHandle) -> bool:
     """Let two hooks be next to the step of an optimizer; return whether users have others."""
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    before.move_to_end(first.id)
-    after.move_to_end(last.id, last=False)
-    tables: Any = before, after, *_HOOKS_OF_ALL_OPTIMIZERS
-    hooks = chain(*(one.values() for one in tables))
+    tables: Any = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    tables[0].move_to_end(first.id)
+    tables[1].move_to_end(last.id, last=False)
+    hooks = chain(*(one.values() for one in (*tables, *_HOOKS_OF_ALL_OPTIMIZERS)))
     return any(not str(hook.__module__).startswith("lightning_shard.") for hook in hooks)
 
 
