@@ -164,7 +164,7 @@ def test_hooks_in_the_middle_of_a_step_are_refused() -> None:
         fit_decoder(OfABaseClass, "zero2")
 
 
-@ignoring("Be aware that when using `ckpt_path`")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_hooks_of_an_optimizer_are_there_after_a_resume(tmp_path: Any) -> None:
     path = str(tmp_path / "last.ckpt")
     fit_decoder(Hooked, "zero2", max_epochs=1).trainer.save_checkpoint(path)
