@@ -97,6 +97,13 @@ def full_state_dict(optimizer: Optimizer, engine: DataParallelEngine) -> dict[st
     return state.with_tensors({place: full.tensor().cpu() for place, full in state.tensors()})
 
 
+def put_full_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Let an optimizer have the full state on the rank that has it, and none on others."""
+    optimizer.state.clear()
+    if state:
+        optimizer.load_state_dict(state)
+
+
 class FullOptimizerState:
     """An optimizer's full state, whose tensors each rank must run through before it changes."""
 

@@ -29,7 +29,11 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.misfits import optimizer_misfits
-from lightning_shard.checkpoint.optimizer_state import full_state_dict, local_state_dict
+from lightning_shard.checkpoint.optimizer_state import (
+    full_state_dict,
+    local_state_dict,
+    put_full_state,
+)
 from lightning_shard.checkpoint.resuming import agree_on_misfit, error_of
 from lightning_shard.checkpoint.sharded.entries import name_misfits, numbered_state
 from lightning_shard.checkpoint.sharded.run_state import loads_plainly
@@ -462,9 +466,7 @@ class HeldModule:
         for one in self.sharded:
             one.detach()
         for one, state in zip(self.sharded, full, strict=False):
-            one.optimizer.state.clear()
-            if state:
-                one.optimizer.load_state_dict(state)
+            put_full_state(one.optimizer, state)
         self._let_go()
         self.sharded, self._states = [], []
 

@@ -75,7 +75,6 @@ from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.strategies.groups import with_secondary
 from lightning_shard.strategies.joining import LocalRanks, OnLocalRanks, check_num_nodes
 from lightning_shard.strategies.micro_batches import only_deterministic
-from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.options import FabricLightningOptions, FabricOptions, OptionNames
 from lightning_shard.strategies.trainer.logs.experiments import shared_loggers
 from lightning_shard.strategies.trainer.same_on_ranks import check_same_settings, common_seed
@@ -328,14 +327,11 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
     @override
     def _configure_launcher(self) -> None:
         self._take_place()
-        assert self.cluster_environment is not None
         self.backend.check(self.root_device)
         if self.is_in_process:
             self._launcher = FabricThreadLauncher(self.num_processes)
-            return
-        processes = ProcessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-        check_interactive(self, processes, self.num_processes)
-        self._launcher = FabricProcessLauncher(processes)
+        else:
+            self._launcher = FabricProcessLauncher(self.processes())
 
     # --- collectives ------------------------------------------------------------------------------
 

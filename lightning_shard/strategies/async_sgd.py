@@ -25,16 +25,16 @@ from lightning_shard.backends.traffic import Traffic
 from lightning_shard.core.options import takes
 from lightning_shard.data_parallel.async_sgd.async_sgd import (
     AsyncCounters,
+    AsyncEngine,
     AsyncSGD,
     check_learning_rates,
 )
-from lightning_shard.data_parallel.async_sgd.engine import AsyncEngine
 from lightning_shard.data_parallel.async_sgd.mailbox import mailbox_type
 from lightning_shard.errors import ConfigError
 from lightning_shard.precision.plugins import ShardedMixedPrecision
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
-from lightning_shard.strategies.local_updates import LocalUpdates
 from lightning_shard.strategies.options import AsyncSGDOptions, SharedOptions
+from lightning_shard.strategies.parts import LocalUpdates
 
 
 class AsyncUpdates(LocalUpdates):

@@ -39,7 +39,6 @@ from lightning_shard.data_parallel.held_bytes import HeldBytes, held, replicated
 from lightning_shard.data_parallel.options import Offload
 from lightning_shard.data_parallel.recompute.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.environments.launchers.in_process import InProcessLauncher
-from lightning_shard.environments.launchers.processes import ProcessLauncher
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.clipping import global_grad_norm
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
@@ -50,11 +49,10 @@ from lightning_shard.precision.plugins import sharded_plugin
 from lightning_shard.strategies.dimensions.dimension import ParallelDimension
 from lightning_shard.strategies.groups import DataParallelSize
 from lightning_shard.strategies.joining import LocalRanks, OnLocalRanks
-from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.options import DataParallelOptions, LightningOptions, OptionNames
 from lightning_shard.strategies.run import Run
 from lightning_shard.strategies.trainer._lightning import accept_compiled_modules
-from lightning_shard.strategies.trainer.predictions import merged
+from lightning_shard.strategies.trainer.batch_samplers import merged
 from lightning_shard.strategies.trainer.step_collectives import agreed, gathered, reduced
 
 T = TypeVar("T")
@@ -211,15 +209,11 @@ class DataParallelStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames
 
     @override
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
         self.backend.check(self.root_device)
         if self.is_in_process:
             self._launcher = InProcessLauncher(self.num_processes, merge=merged)
         else:
-            self._launcher = ProcessLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
-            check_interactive(self, self._launcher, self.num_processes)
+            self._launcher = self.processes()
 
     @override
     def forget_groups(self) -> None:
@@ -316,7 +310,7 @@ class DataParallelStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames
         """
         plugin = self.precision_plugin
         made = plugin.tensor_init_context() if empty_init else super().tensor_init_context()
-        with made, recording(to_meta=bool(empty_init), root=lambda: self.lightning_module):
+        with made, recording(to_meta=bool(empty_init), strategy=self):
             yield
 
     @property

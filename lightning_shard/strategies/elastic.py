@@ -13,6 +13,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -58,12 +59,11 @@ from lightning_shard.environments.launchers.in_process import InProcessLauncher
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.joining import LocalRanks, leave_groups
-from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.options import ElasticOptions, SharedOptions
 from lightning_shard.strategies.parts import SchemeHooks
 from lightning_shard.strategies.trainer._lightning import handle_requeue, handle_sigterm
+from lightning_shard.strategies.trainer.batch_samplers import merged
 from lightning_shard.strategies.trainer.callbacks import averaging_callbacks
-from lightning_shard.strategies.trainer.predictions import merged
 from lightning_shard.strategies.trainer.same_on_ranks import started_with
 from lightning_shard.strategies.trainer.termination import RunTermination, TerminationHandler
 
@@ -260,11 +260,11 @@ class ElasticStrategy(DataParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
         self.backend.check(self.root_device)
         if self.is_in_process:
             self._launcher = InProcessLauncher(self.num_processes, is_elastic=True, merge=merged)
             return
+        assert self.cluster_environment is not None
         self.cluster_environment = elastic_environment(self.cluster_environment)
         if restarted_worker(self.cluster_environment) is not None:
             super()._configure_launcher()
@@ -274,10 +274,7 @@ class ElasticStrategy(DataParallelStrategy):
             timeout_seconds=self.local_ranks.timeout.total_seconds(),
             **asdict(self._elastic.bounds),
         )
-        self._launcher = ElasticLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes, rules
-        )
-        check_interactive(self, self._launcher, self.num_processes)
+        self._launcher = self.processes(partial(ElasticLauncher, rules=rules))
 
     @override
     def setup_environment(self) -> None:

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.free_memory import free_bytes, free_host_bytes
-from lightning_shard.checkpoint.optimizer_state import full_state_dict
+from lightning_shard.checkpoint.optimizer_state import full_state_dict, put_full_state
 from lightning_shard.core.extensions import instead
 from lightning_shard.core.layout import FlatLayout
 from lightning_shard.core.modules import hookable
@@ -372,9 +372,7 @@ class FitEnd(RunPart):
             give_back(engine.model)
         setup.detach_optimizers()
         for sharded, state in zip(setup.sharded, states, strict=False):
-            sharded.optimizer.state.clear()
-            if state:
-                sharded.optimizer.load_state_dict(state)
+            put_full_state(sharded.optimizer, state)
 
     def complete_kept(self, engine: DataParallelEngine) -> None:
         """Put full tensors where user code keeps some in shards; each rank must call."""
@@ -498,10 +496,7 @@ class FitEnd(RunPart):
     def _gather_states(self, engine: DataParallelEngine) -> None:
         """Bring the optimizers' states together on rank 0; each rank must call."""
         for optimizer in self.strategy.optimizers:
-            state = full_state_dict(optimizer, engine)
-            optimizer.state.clear()
-            if state:
-                optimizer.load_state_dict(state)
+            put_full_state(optimizer, full_state_dict(optimizer, engine))
 
     def check_states_in_shards(self) -> None:
         """Raise unless the optimizers' states of a fit are cut as an evaluation's model is."""

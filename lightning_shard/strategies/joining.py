@@ -6,7 +6,7 @@ training, which has its own made anew.
 
 import atexit
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -22,11 +22,13 @@ from lightning_shard.core import settings
 from lightning_shard.core.states import Checks
 from lightning_shard.environments import fitting_environment
 from lightning_shard.environments.checks import check_adopted, check_environment
+from lightning_shard.environments.launchers.processes import ProcessLauncher
 from lightning_shard.environments.mpi import MPIEnvironment
 from lightning_shard.environments.ray import RayEnvironment, check_num_devices
 from lightning_shard.environments.started_elsewhere import InProcessEnvironment
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.checkpoint_files import with_files
+from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.options import RanksOptions
 
 
@@ -101,6 +103,12 @@ class OnLocalRanks(ABC):
         found.set_global_rank(found.node_rank() * on_host + found.local_rank())
         found.set_world_size(self.num_nodes * on_host)
         setattr(rank_zero_only, "rank", found.global_rank())  # noqa: B010  (a function attribute)
+
+    def processes(self, make: Callable[..., ProcessLauncher] = ProcessLauncher) -> ProcessLauncher:
+        """Return what starts the other ranks of this host by running the script again."""
+        launcher = make(self.cluster_environment, self.num_processes, self.num_nodes)
+        check_interactive(self, launcher, self.num_processes)
+        return launcher
 
     @abstractmethod
     def forget_groups(self) -> None:

@@ -36,22 +36,20 @@ from lightning_shard.data_parallel.local_sgd.local_sgd import (
     check_compressor,
     check_model,
 )
-from lightning_shard.data_parallel.local_sgd.optimizer_state import (
-    averaged_state,
-    state_by_name,
-    with_state_by_name,
-)
 from lightning_shard.data_parallel.local_sgd.rules import (
     OuterOptimization,
     SyncRule,
+    SyncSchedule,
+    averaged_state,
     outer_factory,
     plain_average,
+    state_by_name,
+    with_state_by_name,
 )
-from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
-from lightning_shard.strategies.local_updates import LocalUpdates
 from lightning_shard.strategies.options import LocalSGDOptions, SharedOptions
+from lightning_shard.strategies.parts import LocalUpdates
 from lightning_shard.strategies.trainer.hook_advice import may_set_weights
 
 

@@ -25,8 +25,7 @@ from lightning_shard.core.mesh import AXES, KnownAxis, ParallelMesh
 from lightning_shard.core.options import AtLeastOne, AtLeastZero, Limit, Options, explained
 from lightning_shard.data_parallel.async_sgd.async_sgd import StalenessRule
 from lightning_shard.data_parallel.compression import Compression, find_compressor
-from lightning_shard.data_parallel.local_sgd.rules import OuterOptimizer
-from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
+from lightning_shard.data_parallel.local_sgd.rules import OuterOptimizer, SyncSchedule
 from lightning_shard.data_parallel.options import (
     EngineOptions,
     ShardOptions,

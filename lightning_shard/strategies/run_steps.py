@@ -30,9 +30,11 @@ from lightning_shard.strategies.trainer._lightning import (
     seed_workers,
     without_sigterm_broadcast,
 )
-from lightning_shard.strategies.trainer.batch_samplers import assigns_batch_samplers
+from lightning_shard.strategies.trainer.batch_samplers import (
+    PredictedBatches,
+    assigns_batch_samplers,
+)
 from lightning_shard.strategies.trainer.hook_advice import explaining_weights_elsewhere
-from lightning_shard.strategies.trainer.predictions import PredictedBatches
 from lightning_shard.strategies.trainer.same_on_ranks import SameBatches, SettingsOfSteps
 from lightning_shard.strategies.trainer.shared_values import common_values
 from lightning_shard.strategies.trainer.step_collectives import MetricGroups

@@ -32,8 +32,8 @@ from lightning_shard.strategies.micro_batches import (
     only_deterministic,
 )
 from lightning_shard.strategies.parts import RunPart
-from lightning_shard.strategies.trainer.exact_means import ExactMeans, Logged
 from lightning_shard.strategies.trainer.hook_advice import hooks_inside
+from lightning_shard.strategies.trainer.shared_values import ExactMeans, Logged
 
 _DRAWING_HOOKS = {
     "on_after_backward": AFTER_BACKWARD,

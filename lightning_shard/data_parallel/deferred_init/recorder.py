@@ -87,16 +87,14 @@ def read_at_start(tensor: Tensor, read: Callable[[], Tensor]) -> bool:
 
 
 @contextmanager
-def recording(
-    *, to_meta: bool, root: Callable[[], nn.Module | None] = lambda: None
-) -> Iterator[None]:
+def recording(*, to_meta: bool, strategy: Any = None) -> Iterator[None]:
     """Note inside what happens to tensors on meta; after it, modules know their values' recipes.
 
     Inside another such context, that one notes.
 
     Args:
         to_meta: Whether new tensors are made on meta where nothing else is said.
-        root: Returns a module whose parts are noted, too, when the context ends.
+        strategy: Its module's parts are noted, too, when the context ends.
     """
     seen: dict[nn.Module, None] = {}
     tape = Tape()
@@ -108,7 +106,7 @@ def recording(
         if to_meta:
             stack.enter_context(_ToMeta())
         yield
-    module = root()
+    module = getattr(strategy, "lightning_module", None)
     if is_outer:
         note_recipes([*seen, *([] if module is None else [module])], tape)
 

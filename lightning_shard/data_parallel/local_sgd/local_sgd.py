@@ -45,9 +45,14 @@ from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.gradients.reducer import Reducer
 from lightning_shard.data_parallel.gradients.usage import UsageAgreement
-from lightning_shard.data_parallel.local_sgd.optimizer_state import averaged_state
-from lightning_shard.data_parallel.local_sgd.rules import SyncRule, mean_over_ranks, pack, unpack
-from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
+from lightning_shard.data_parallel.local_sgd.rules import (
+    SyncRule,
+    SyncSchedule,
+    averaged_state,
+    mean_over_ranks,
+    pack,
+    unpack,
+)
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.errors import ConfigError

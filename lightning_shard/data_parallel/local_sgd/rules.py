@@ -7,22 +7,112 @@
 The second is DiLoCo (arXiv:2311.08105); with plain SGD of learning rate 1 it is the first. For one
 exchange tensors of many shapes are one flat buffer, in which narrow formats travel in float32: a
 step is often too small for them to represent.
+
+The schedule by which fragments of parameters are exchanged: arithmetic over optimizer steps.
+
+    sync_every=6, fragments=2, overlap_steps=1            (b begins, l lands)
+
+    step         1   2   3   4   5   6   7   8   9  10  11  12  13
+    fragment 0           b   l                   b   l
+    fragment 1                       b   l                   b   l
+
+Steps count from the end of the warm-up. Turns are spread evenly, so that at no time more than a
+part of the model travels. Source: streaming DiLoCo, arXiv:2501.18512.
+
+The ranks' optimizer states in a checkpoint: their mean, and each rank's own by name.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import reduce
 from importlib import import_module
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.options import Limit
-from lightning_shard.data_parallel.optimizer_entries import host_copy, of_itself, of_parameters
+from lightning_shard.core.options import AtLeastOne, AtLeastZero, Limit, Options
+from lightning_shard.data_parallel.optimizer_entries import (
+    host_copy,
+    of_itself,
+    of_parameters,
+    tensors_of,
+)
 from lightning_shard.errors import ConfigError
+
+KeptShare: TypeAlias = Annotated[
+    float,
+    Limit(
+        "of at least 0 (take over the common values) and below 1 (keep the own ones)",
+        lambda share: 0.0 <= share < 1.0,
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncSchedule(Options):
+    """When ranks that train by themselves exchange what.
+
+    Attributes:
+        sync_every: Steps between two exchanges of the same parameters.
+        warmup_steps: Steps at the beginning that average gradients, as "shard_ddp" does: post-local
+            SGD. Of a batch with several steps by hand, all belong to it if one does.
+        fragments: Parts of the model that are exchanged in turns.
+        overlap_steps: Steps that training goes on while a fragment travels.
+        mixing: The share of its own parameters that a rank keeps when a fragment lands; by default
+            0, with `overlap_steps` 0.5.
+
+    Raises:
+        ConfigError: The numbers make no schedule.
+    """
+
+    sync_every: AtLeastOne = 10
+    warmup_steps: AtLeastZero = 0
+    fragments: AtLeastOne = 1
+    overlap_steps: AtLeastZero = 0
+    mixing: KeptShare | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that make no schedule, before any process starts."""
+        super().__post_init__()
+        if self.fragments > self.sync_every:
+            raise ConfigError(
+                f"fragments={self.fragments} take turns within sync_every={self.sync_every} steps, "
+                f"expected at most one fragment per step. Use fewer fragments, or a larger "
+                f"sync_every."
+            )
+        if self.overlap_steps >= self.sync_every:
+            raise ConfigError(
+                f"overlap_steps={self.overlap_steps} must be below sync_every={self.sync_every}: "
+                f"a fragment has to land before it is sent again."
+            )
+
+    @property
+    def kept_share(self) -> float:
+        """The share of its own parameters that a rank keeps when a fragment lands."""
+        usual = 0.5 if self.overlap_steps else 0.0
+        return usual if self.mixing is None else self.mixing
+
+    def is_warming_up(self, step: int) -> bool:
+        """Whether ranks still average gradients after `step` steps of the run."""
+        return step < self.warmup_steps
+
+    def beginning(self, step: int) -> list[int]:
+        """Return the fragments whose exchange begins after `step` steps of the run."""
+        turn = (step - self.warmup_steps) % self.sync_every
+        return [part for part in range(self.fragments) if self._turn(part) == turn]
+
+    def _turn(self, fragment: int) -> int:
+        return (fragment + 1) * self.sync_every // self.fragments % self.sync_every
+
+    def ends_round(self, step: int) -> bool:
+        """Whether every fragment has had its turn after `step` steps of the run."""
+        return (step - self.warmup_steps) % self.sync_every == 0
+
 
 OuterFactory = Callable[[list[Tensor]], Optimizer]
 Sent = Literal["values", "changes"]
@@ -229,3 +319,111 @@ def _of_class(outer: dict[str, Any]) -> OuterFactory:
         return optimizer
 
     return make
+
+
+_StateKey = tuple[int, str]  # the parameter's number and the key of its state
+
+
+@contextmanager
+def averaged_state(optimizer: Optimizer, collectives: Collectives) -> Iterator[None]:
+    """Let an optimizer hold the mean of the ranks' states inside; each rank must enter.
+
+    The mean of a parameter is over the ranks that have state. Counters stay each rank's own, and so
+    does a state in few bits.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    own, shown = dict(optimizer.state), dict[nn.Parameter, dict[str, Any]]()
+    for (index, key), mean in _means(params, optimizer, collectives).items():
+        param = params[index]
+        shown.setdefault(param, dict(own.get(param, {})))[key] = mean
+    # dictionaries of their own: what is saved of them inside may be written after
+    optimizer.state.update({param: dict(entries) for param, entries in shown.items()})
+    try:
+        yield
+    finally:
+        for param, entries in shown.items():
+            _take_back(optimizer, param, entries, own.get(param))
+
+
+def _take_back(
+    optimizer: Optimizer, param: nn.Parameter, shown: dict[str, Any], own: dict[str, Any] | None
+) -> None:
+    """Give a parameter its rank's own state, but what a method of the optimizer has put there."""
+    found = optimizer.state.get(param, {})
+    put = {key: value for key, value in found.items() if shown.get(key) is not value}
+    if own is None and not put:
+        optimizer.state.pop(param, None)
+    else:
+        optimizer.state[param] = {} if own is None else own
+        optimizer.state[param].update(put)
+
+
+def state_by_name(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str]
+) -> dict[str, dict[str, Any]]:
+    """Return an optimizer's state on this rank, by parameter name; nothing is copied."""
+    return {
+        names[param]: dict(optimizer.state[param])
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param in optimizer.state and param in names  # not what a module has lost in mid-run
+    }
+
+
+def with_state_by_name(
+    packed: Mapping[str, Any],
+    own: Mapping[str, Mapping[str, Any]],
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+) -> dict[str, Any]:
+    """Return a checkpoint's `state_dict` with this rank's own state in the place of the mean.
+
+    The own state is what `state_by_name` has returned; the parameters are in the same order.
+    """
+    if "state" not in packed:  # there is no optimizer, or it has a form of its own
+        return dict(packed)
+    groups = packed["param_groups"]
+    numbers = [number for group in groups for number in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = {
+        number: dict(own[names[param]])
+        for number, param in zip(numbers, params, strict=True)
+        if names.get(param) in own
+    }
+    others = {key: one for key, one in packed["state"].items() if key not in numbers}
+    return {**packed, "state": {**others, **state}}
+
+
+def _means(
+    params: list[nn.Parameter], optimizer: Optimizer, collectives: Collectives
+) -> dict[_StateKey, Tensor]:
+    mine = {
+        (index, key): value
+        for index, param in enumerate(params)
+        for key, value in optimizer.state.get(param, {}).items()
+        if _belongs_to_elements(key, value, param) and not _has_codes(optimizer.state[param])
+    }
+    kinds = {place: (tuple(value.shape), value.dtype) for place, value in mine.items()}
+    on_ranks = collectives.all_gather_object(kinds)
+    means: dict[_StateKey, Tensor] = {}
+    for place in sorted(set().union(*on_ranks)):
+        having = [kinds[place] for kinds in on_ranks if place in kinds]
+        shape, dtype = having[0]
+        value = mine.get(place)
+        if value is None:
+            value = torch.zeros(shape, dtype=dtype, device=params[place[0]].device)
+        (mean,) = mean_over_ranks([value], collectives)
+        means[place] = (mean * (len(on_ranks) / len(having))).to(dtype)
+    return means
+
+
+def _has_codes(entries: Mapping[str, Any]) -> bool:
+    """Whether a state lies in few bits, whose scales by themselves have no mean."""
+    return any(not one.is_floating_point() and one.ndim for one in tensors_of(entries))
+
+
+def _belongs_to_elements(key: str, value: Any, param: nn.Parameter) -> bool:
+    """Whether a state entry has a value per element, in contrast to a counter."""
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return False
+    return value.ndim > 0 or (param.ndim == 0 and key != "step")

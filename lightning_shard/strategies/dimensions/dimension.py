@@ -34,8 +34,8 @@ from lightning_shard.data_parallel.deferred_init.start import MetaStart
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.planning.description import Description, Measure, Simulated
-from lightning_shard.strategies.trainer.exact_means import Logged
 from lightning_shard.strategies.trainer.same_on_ranks import SameResults
+from lightning_shard.strategies.trainer.shared_values import Logged
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.in_process.world import current_world
-from lightning_shard.data_parallel.async_sgd.async_sgd import AsyncSGD
-from lightning_shard.data_parallel.async_sgd.engine import AsyncEngine, Update
+from lightning_shard.data_parallel.async_sgd.async_sgd import AsyncEngine, AsyncSGD, Update
 from lightning_shard.data_parallel.async_sgd.mailbox import mailbox_type
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_shard.data_parallel.local_sgd.optimizer_state import averaged_state
+from lightning_shard.data_parallel.local_sgd.rules import averaged_state
 from lightning_shard.testing import run_ranks
 from tests.groups import all_ranks
 

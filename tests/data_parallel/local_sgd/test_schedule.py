@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
+from lightning_shard.data_parallel.local_sgd.rules import SyncSchedule
 
 # fragments that begin after steps 1, 2, ...
 TABLES = [

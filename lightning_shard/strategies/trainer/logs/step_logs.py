@@ -46,9 +46,8 @@ from lightning_shard.pipeline_parallel.microbatches import Microbatch, merge_out
 from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.pipeline_parallel.stage_run import running_stage
 from lightning_shard.strategies.trainer import _lightning
-from lightning_shard.strategies.trainer.exact_means import Logged
 from lightning_shard.strategies.trainer.logs.experiments import LoggerCall, in_full, taking
-from lightning_shard.strategies.trainer.shared_values import SharedValues
+from lightning_shard.strategies.trainer.shared_values import Logged, SharedValues
 from lightning_shard.strategies.trainer.step_attributes import StepAttributes, StepNote
 
 _OPTIONS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]  # self, name, value
