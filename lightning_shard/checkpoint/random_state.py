@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_shard.backends.collectives import Collectives
+
 _OF_NUMPY = "MT19937"
 _NUMPY_WORDS = 624
 
@@ -42,6 +44,11 @@ def load_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         np.random.set_state((_OF_NUMPY, keys, saved["position"], *normal))
     if device.type != "cpu" and "device" in state:
         torch.get_device_module(device).set_rng_state(state["device"], device)
+
+
+def share_random_state(group: Collectives, device: torch.device) -> None:
+    """Give each rank the random state of rank 0; each must call."""
+    load_random_state(group.broadcast_object(random_state(device)), device)
 
 
 def generator_state(one: Any) -> Any:

@@ -47,6 +47,7 @@ from lightning_shard.context_parallel.sequence_part import (
     part_of,
 )
 from lightning_shard.core.extensions import extend_class, give_class_back, instead
+from lightning_shard.core.modules import generator_states, gpus_of
 from lightning_shard.core.placeholders import stands_in
 from lightning_shard.core.states import Asker, asker, having
 from lightning_shard.core.tensor_calls import Args, Kwargs
@@ -57,8 +58,8 @@ from lightning_shard.data_parallel.torch_private import (
     calls_of,
     compiler_of,
     forward_hooks,
-    has_compiled_call,
     in_backward,
+    is_compiled,
     set_compiled_call,
 )
 from lightning_shard.data_parallel.units.units import named_blocks
@@ -93,7 +94,7 @@ class CompiledModules:
         self._watched: list[_WatchedModule] = []
         self._group, self._blocks = group, list(blocks.values())
         inside = {one for block in blocks.values() for one in block.modules()}
-        compiled = [(name, one) for name, one in model.named_modules() if _is_compiled(one)]
+        compiled = [(name, one) for name, one in model.named_modules() if is_compiled(one)]
         for name, module in compiled:
             if module not in inside and any(one in inside for one in module.modules()):
                 raise ConfigError(
@@ -131,10 +132,6 @@ class CompiledModules:
         for one in self._watched:
             one.restore()
         self._watched = []
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return COMPILED_MODULE in module._modules or has_compiled_call(module)
 
 
 def _by_arguments(as_written: Forward, compiled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -235,10 +232,8 @@ class _WatchedModule:
 
 def _left_behind(module: nn.Module) -> tuple[list[Tensor], list[int]]:
     """Return the state of random numbers, and what attributes are now."""
-    devices = {one.device for one in module.parameters() if one.is_cuda}
-    random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
     values = [value for one in module.modules() for value in _values(one)]
-    return random, values
+    return generator_states(gpus_of(module)), values
 
 
 def _values(module: nn.Module) -> Iterator[int]:
@@ -254,7 +249,7 @@ def _is_worth_it(module: nn.Module) -> bool:
     """Whether a module does more than one operation, as layers of torch do."""
     is_plain = "forward" not in vars(module) and type(module).forward is not nn.Module.forward
     is_one = type(module).__module__.startswith("torch.nn.") and not list(module.children())
-    return is_plain and not is_one and not _is_compiled(module)
+    return is_plain and not is_one and not is_compiled(module)
 
 
 class _Rows:

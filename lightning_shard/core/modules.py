@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.jit import ScriptModule
 
 from lightning_shard.errors import ConfigError
@@ -25,6 +25,16 @@ def random_streams_kept(cuda: Sequence[int] = ()) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(arrays)
+
+
+def gpus_of(module: nn.Module) -> list[int]:
+    """Return the numbers of the GPUs on which a module's parameters lie."""
+    return sorted({param.device.index or 0 for param in module.parameters() if param.is_cuda})
+
+
+def generator_states(gpus: Sequence[int]) -> list[Tensor]:
+    """Return the states of torch's generators, of the CPU and of GPUs of these numbers."""
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)]
 
 
 def largest_layers(model: nn.Module, num_layers: int = 3) -> str:

@@ -13,11 +13,14 @@ and so do tests. Other runs only assign.
 What a thread does has a word as well: `asker`, for whom parameters show themselves.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from enum import Enum
 from typing import Any, ClassVar, Self, TypeVar
+
+MakesContext = Callable[[], AbstractContextManager[None]]
+"""Makes a context, which is entered once."""
 
 _S = TypeVar("_S", bound="State")
 _T = TypeVar("_T")

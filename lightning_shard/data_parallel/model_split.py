@@ -90,7 +90,7 @@ class ModelSplit:
 
     def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
         """Return the groups over whose ranks the elements of `param` are spread."""
-        return ()
+        return self.groups if self.is_spread(param) else ()
 
     def is_here(self, param: nn.Parameter) -> bool:
         """Whether this rank has `param`, or a part of it."""

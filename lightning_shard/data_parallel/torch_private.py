@@ -242,6 +242,11 @@ def has_compiled_call(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` was applied to a module, in one of its two ways."""
+    return COMPILED_MODULE in module._modules or has_compiled_call(module)
+
+
 def calls_of(module: nn.Module) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
     """Return the compiled call of a module, None without one, and that of it as it is written."""
     return module._compiled_call_impl, module._call_impl
@@ -406,15 +411,24 @@ def is_called_plainly(module: nn.Module, looks: Callable[[Any], bool]) -> bool:
     return not any(own) or not any(looks(one) for hooks in own for one in hooks.values())
 
 
-@contextmanager
-def without_hooks(*modules: nn.Module) -> Iterator[None]:
+def without_hooks(*modules: nn.Module) -> AbstractContextManager[None]:
     """Call modules inside without their hooks, and without those of all modules of the process."""
-    every = [*GLOBAL_HOOKS, *(hooks for one in modules for hooks in hooks_of(one))]
-    before = [dict(hooks) for hooks in every]
-    for hooks in every:
-        hooks.clear()
+    return set_aside([*GLOBAL_HOOKS, *(hooks for one in modules for hooks in hooks_of(one))])
+
+
+@contextmanager
+def set_aside(
+    every: Iterable[dict[int, Any]], goes: Callable[[Any], bool] = lambda hook: True
+) -> Iterator[None]:
+    """Take hooks out of their dictionaries inside, all or some."""
+    before = [(hooks, dict(hooks)) for hooks in every]
+    for hooks, known in before:
+        for key in [key for key, hook in known.items() if goes(hook)]:
+            del hooks[key]
     try:
         yield
     finally:
-        for hooks, known in zip(every, before, strict=True):
-            hooks.update(known)
+        for hooks, known in before:
+            added = dict(hooks)
+            hooks.clear()
+            hooks.update(known | added)

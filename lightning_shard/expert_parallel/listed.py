@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.modules import generator_states, gpus_of
 from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.recompute.recomputed_state import Drawn
 from lightning_shard.data_parallel.torch_private import in_backward, unobserved
@@ -286,9 +287,8 @@ class _RandomState:
     """The state of torch's generators, which is there again inside `again`."""
 
     def __init__(self, module: nn.Module) -> None:
-        params = list(module.parameters())
-        self._devices = sorted({param.device.index or 0 for param in params if param.is_cuda})
-        self._state = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
+        self._devices = gpus_of(module)
+        self._state = generator_states(self._devices)
 
     @contextmanager
     def again(self) -> Iterator[None]:

@@ -87,10 +87,6 @@ class ExpertSplit(ModelSplit):
         """Whether a parameter has the experts as its first dimension."""
         return param in self._batched
 
-    def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
-        """Return the group over which an expert's elements are spread; none for others."""
-        return self.groups if self.is_spread(param) else ()
-
     def is_here(self, param: nn.Parameter) -> bool:
         """Whether this rank has a parameter, or its experts' part of it."""
         return self._owners.get(param, self.group.rank) == self.group.rank

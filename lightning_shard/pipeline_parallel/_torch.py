@@ -5,8 +5,8 @@ and 2.13. Of torch's schedules only the order of the computations is taken: no s
 or runtime of torch's is made. A step crosses this file as a plain (stage, kind, microbatch).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+
+from lightning_shard.data_parallel.torch_private import set_aside
 
 Step = tuple[int, str, int]
 _COMPUTING = (WeightNorm, SpectralNorm, BasePruningMethod)
@@ -55,20 +57,10 @@ def computed_before_forward(module: nn.Module) -> list[tuple[str, nn.Parameter]]
     return found
 
 
-@contextmanager
-def without_computing(modules: Iterable[nn.Module]) -> Iterator[None]:
+def without_computing(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """Call modules inside without the hooks of `computed_before_forward`."""
-    every = [one._forward_pre_hooks for one in modules if computed_before_forward(one)]
-    before = [dict(hooks) for hooks in every]
-    try:
-        for hooks, known in zip(every, before, strict=True):
-            for key in [key for key, hook in known.items() if isinstance(hook, _COMPUTING)]:
-                del hooks[key]
-        yield
-    finally:
-        for hooks, known in zip(every, before, strict=True):
-            hooks.clear()
-            hooks.update(known)
+    every: Any = (one._forward_pre_hooks for one in modules if computed_before_forward(one))
+    return set_aside(every, lambda hook: isinstance(hook, _COMPUTING))
 
 
 _CLASSES: dict[str, type[_PipelineScheduleRuntime]] = {

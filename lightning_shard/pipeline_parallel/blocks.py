@@ -21,7 +21,7 @@ from torch import nn
 from lightning_shard.core.modules import largest_layers, num_parameters
 from lightning_shard.data_parallel.torch_private import (
     COMPILED_MODULE,
-    has_compiled_call,
+    is_compiled,
     is_compiled_function,
 )
 from lightning_shard.errors import ConfigError
@@ -105,9 +105,8 @@ def check_calls(model: nn.Module, blocks: BlockList) -> None:
 
 def _is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile` was applied to a module, or to its methods as Lightning does."""
-    if COMPILED_MODULE in module._modules or has_compiled_call(module):
-        return True
-    return any(is_compiled_function(vars(module).get(name)) for name in _CALLED)
+    functions = (vars(module).get(name) for name in _CALLED)
+    return is_compiled(module) or any(map(is_compiled_function, functions))
 
 
 def all_children(module: nn.Module) -> tuple[nn.Module, ...]:

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from lightning_shard.core.modules import random_streams_kept
+from lightning_shard.core.modules import gpus_of, random_streams_kept
 from lightning_shard.core.placeholders import is_placeholder
 from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.held_bytes import storage_bytes
@@ -273,9 +273,8 @@ def _measure(
 ) -> BlockCosts:
     """Run the step with stand-ins for parameters and buffers."""
     step = _StepModule(model, run)
-    cuda = sorted({param.get_device() for param in model.parameters() if param.is_cuda})
     with (
-        random_streams_kept(cuda),
+        random_streams_kept(gpus_of(model)),
         _attributes_kept(model),
         uncompiled(),
         warnings.catch_warnings(),

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge
 from lightning_shard.core.placeholders import is_placeholder
 from lightning_shard.data_parallel.differentiation import Gradients, Run
 from lightning_shard.data_parallel.graph_borders import gradient_edge
-from lightning_shard.data_parallel.torch_private import gradient_hooks, is_wrapped
+from lightning_shard.data_parallel.torch_private import gradient_hooks, is_wrapped, set_aside
 from lightning_shard.data_parallel.views.sharded_parameter import shards_as_they_are
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel._torch import stage_backward_input, stage_backward_weight
@@ -219,19 +219,9 @@ def _nodes_from(starts: Iterable[Any]) -> Iterator[Any]:
             nodes += [following for following, _ in node.next_functions]
 
 
-@contextmanager
-def hooks_set_aside(params: Sequence[nn.Parameter]) -> Iterator[None]:
+def hooks_set_aside(params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
     """Remove the parameters' gradient hooks inside, so that they run once for the whole batch."""
-    hooked: list[tuple[dict[int, Any], dict[int, Any]]] = []
-    for param in params:
-        if hooks := gradient_hooks(param):
-            hooked.append((hooks, dict(hooks)))
-            hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, kept in hooked:
-            hooks.update(kept)
+    return set_aside(hooks for param in params if (hooks := gradient_hooks(param)))
 
 
 class OfLastStage:

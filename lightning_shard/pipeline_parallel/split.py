@@ -22,7 +22,6 @@ from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.pipeline_parallel._torch import computed_before_forward
 from lightning_shard.pipeline_parallel.gradients import GradientStash
 from lightning_shard.pipeline_parallel.partition import Partition, buffer_stages, parameter_stages
-from lightning_shard.pipeline_parallel.ties_in_order import TiesInOrder
 
 
 class PipelineSplit(ModelSplit):
@@ -52,11 +51,11 @@ class PipelineSplit(ModelSplit):
         self.group = group
         self.groups = self.groups_of_layers = (group,)
         self.group_sets = (self.groups,)
-        self._device = device
+        self.device = device
         self.is_first = group.rank == 0
         self.param_stages = parameter_stages(model, partition)
         self.shapes = {param: param.shape for param in self.param_stages}
-        self._model, self._partition, self._stage_ranks = model, partition, stage_ranks
+        self._model, self._partition, self.stage_ranks = model, partition, stage_ranks
         self._ranks = {param: self._ranks_of(s) for param, s in self.param_stages.items()}
         self.full_shapes = {
             param: shape for param, shape in self.shapes.items() if not self.is_here(param)
@@ -72,7 +71,7 @@ class PipelineSplit(ModelSplit):
                 give_memory(tensor, torch.empty(0, dtype=tensor.dtype, device=device))
 
     def _ranks_of(self, stages: Sequence[int]) -> tuple[int, ...]:
-        return tuple(sorted({self._stage_ranks[stage] for stage in stages}))
+        return tuple(sorted({self.stage_ranks[stage] for stage in stages}))
 
     def _groups_of_ties(self) -> dict[tuple[int, ...], Collectives]:
         """Make a group of every set of ranks that share a parameter."""
@@ -90,7 +89,7 @@ class PipelineSplit(ModelSplit):
     @property
     def stage_params(self) -> dict[int, list[nn.Parameter]]:
         """The parameters of each stage of this rank, in the model's order."""
-        own = (stage for stage, rank in enumerate(self._stage_ranks) if rank == self.group.rank)
+        own = (stage for stage, rank in enumerate(self.stage_ranks) if rank == self.group.rank)
         each = self.param_stages.items()
         return {stage: [param for param, stages in each if stage in stages] for stage in own}
 
@@ -99,23 +98,18 @@ class PipelineSplit(ModelSplit):
         for ranks, group in self._ties.items():
             shared = [p for p, own in self._ranks.items() if own == ranks and p.requires_grad]
             used = torch.tensor([stash.holds(param) for param in shared], dtype=torch.uint8)
-            used = used.to(self._device)
+            used = used.to(self.device)
             group.all_reduce(used, "max").wait()
             for param, is_used in zip(shared, used.tolist(), strict=True):
                 if is_used and stash.has_all:
-                    first = self._stage_ranks[self.param_stages[param][0]]
+                    first = self.stage_ranks[self.param_stages[param][0]]
                     group.broadcast(stash.own(param), src=ranks.index(first)).wait()
                 elif is_used:
                     group.all_reduce(stash.own(param)).wait()
 
-    def ties_in_order(self) -> TiesInOrder:
-        """Return what brings together the gradients of shared parameters, by microbatch."""
-
-        def beside(param: nn.Parameter) -> tuple[Collectives, Sequence[int]]:
-            return self._ties[self._ranks[param]], self._ranks[param]
-
-        stages = self.param_stages, self.shapes, self._stage_ranks
-        return TiesInOrder(*stages, self.group, beside, self._device)
+    def beside(self, param: nn.Parameter) -> tuple[Collectives, Sequence[int]]:
+        """Return the group of the ranks that share a parameter, and those ranks."""
+        return self._ties[self._ranks[param]], self._ranks[param]
 
     def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
         """Return the group of the pipeline's ranks, on some of which `param` is."""
@@ -158,7 +152,7 @@ class PipelineSplit(ModelSplit):
         """Give every rank the buffers as their first stages have them; each rank must call."""
         for buffer, stages in buffer_stages(self._model, self._partition).items():
             same = buffer.contiguous()
-            self.group.broadcast(same, src=self._stage_ranks[stages[0]]).wait()
+            self.group.broadcast(same, src=self.stage_ranks[stages[0]]).wait()
             buffer.copy_(same)
 
     def follow(self) -> dict[Tensor, Callable[[], Tensor]]:
@@ -167,9 +161,9 @@ class PipelineSplit(ModelSplit):
         So are weights that torch's older norms compute in each forward, which are no buffers.
         """
         if self._changed is None:
-            everywhere = len(self._stage_ranks)
+            everywhere = len(self.stage_ranks)
             owners = {
-                buffer: self._stage_ranks[stages[0]]
+                buffer: self.stage_ranks[stages[0]]
                 for buffer, stages in buffer_stages(self._model, self._partition).items()
                 if len(stages) < everywhere
             }
@@ -197,7 +191,7 @@ class PipelineSplit(ModelSplit):
         tensor: Tensor = home[name]
         shape = tensor.shape if weight is None else self.shapes[weight]
         dtype = (tensor if weight is None else weight).dtype
-        value = torch.empty(shape, dtype=dtype, device=self._device)
+        value = torch.empty(shape, dtype=dtype, device=self.device)
         if self.group.rank == owner:
             value.copy_(tensor)
         with reading(name):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.core.placeholders import OtherStageError, Placeholder, is_placeholder
-from lightning_shard.core.states import having
+from lightning_shard.core.states import MakesContext, having
 from lightning_shard.data_parallel.offload.activations import stay
 from lightning_shard.data_parallel.recompute.recomputation import computed
 from lightning_shard.data_parallel.views.transforms import OF_STAGES, refuse_transforms
@@ -126,7 +126,7 @@ class StageRun:
         needed: Needed | None,
         received: Sequence[Tensor] | None = None,
         entering: Callable[[], None] = lambda: None,
-        leaving: Callable[[], AbstractContextManager[None]] = nullcontext,
+        leaving: MakesContext = nullcontext,
         noted: NotedCalls | None = None,
     ) -> None:
         self.stage = stage

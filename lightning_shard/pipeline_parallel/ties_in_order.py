@@ -9,48 +9,29 @@ gradient goes from the last stage that has the parameter to the first, before an
 microbatches is made. Where halves of backwards come at their own time, all of them go at the end.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import Pending
 from lightning_shard.data_parallel.gradients.tree_sum import TreeSum
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.gradients import GradientStash, num_uses
 from lightning_shard.pipeline_parallel.messages import packed, unpacked
 from lightning_shard.pipeline_parallel.schedules import Schedule
+from lightning_shard.pipeline_parallel.split import PipelineSplit
 
 _DTYPE_BYTES = 64  # of a format, pickled; None for a gradient that is not there
 
 
 class TiesInOrder:
-    """Brings together what stages have of one microbatch's gradient.
+    """Brings together what stages have of one microbatch's gradient."""
 
-    Args:
-        param_stages: Stages of each parameter, in the model's order.
-        shapes: Full shape of each parameter.
-        stage_ranks: Pipeline rank of each stage.
-        group: Group of the pipeline's ranks.
-        beside: Returns the group of the ranks that share a parameter, and those ranks.
-    """
-
-    def __init__(
-        self,
-        param_stages: Mapping[nn.Parameter, Sequence[int]],
-        shapes: Mapping[nn.Parameter, torch.Size],
-        stage_ranks: Sequence[int],
-        group: Collectives,
-        beside: Callable[[nn.Parameter], tuple[Collectives, Sequence[int]]],
-        device: torch.device,
-    ) -> None:
-        tied = [(param, stages) for param, stages in param_stages.items() if len(stages) > 1]
-        self._stages = dict(tied)
-        self._number_of = {param: number for number, (param, _) in enumerate(tied)}
-        self._shapes, self._stage_ranks, self._rank = shapes, stage_ranks, group.rank
-        self._beside, self._device = beside, device
+    def __init__(self, split: PipelineSplit) -> None:
+        self._split, self._rank = split, split.group.rank
+        self._stages = {p: stages for p, stages in split.param_stages.items() if len(stages) > 1}
         self._here: dict[tuple[nn.Parameter, int, int], Tensor | None] = {}
         self._later: list[tuple[int, int, nn.Parameter, Tensor | None]] = []
         self._sending: list[Pending] = []
@@ -113,32 +94,34 @@ class TiesInOrder:
             self._send(stage, stages[place - 1], number, param, grad)
 
     def _tag(self, stage: int, number: int, param: nn.Parameter) -> int:
-        place = self._number_of[param] * len(self._stage_ranks) + stage
-        return number * len(self._stages) * len(self._stage_ranks) + place
+        num_stages = len(self._split.stage_ranks)
+        return (number * len(self._stages) + [*self._stages].index(param)) * num_stages + stage
 
     def _send(
         self, stage: int, to: int, number: int, param: nn.Parameter, grad: Tensor | None
     ) -> None:
-        peer = self._stage_ranks[to]
+        peer = self._split.stage_ranks[to]
         if peer == self._rank:
             self._here[param, stage, number] = grad
             return
-        (group, ranks), tag = self._beside(param), self._tag(stage, number, param)
-        sent = [packed(None if grad is None else grad.dtype, _DTYPE_BYTES, self._device)]
+        (group, ranks), tag = self._split.beside(param), self._tag(stage, number, param)
+        dtype = None if grad is None else grad.dtype
+        sent = [packed(dtype, _DTYPE_BYTES, self._split.device)]
         sent += [] if grad is None else [grad.contiguous()]
         for one in sent:
             self._sending.append(group.send(one, ranks.index(peer), tag, async_op=True))
 
     def _receive(self, stage: int, number: int, param: nn.Parameter) -> Tensor | None:
-        peer = self._stage_ranks[stage]
+        peer, device = self._split.stage_ranks[stage], self._split.device
         if peer == self._rank:
             return self._here.pop((param, stage, number))
-        (group, ranks), tag = self._beside(param), self._tag(stage, number, param)
-        kind = torch.empty(_DTYPE_BYTES, dtype=torch.uint8, device=self._device)
+        (group, ranks), tag = self._split.beside(param), self._tag(stage, number, param)
+        kind = torch.empty(_DTYPE_BYTES, dtype=torch.uint8, device=device)
         group.recv(kind, ranks.index(peer), tag)
-        if (dtype := unpacked(kind)) is None:
+        dtype = unpacked(kind)
+        if dtype is None:
             return None
-        grad = torch.empty(self._shapes[param], dtype=dtype, device=self._device)
+        grad = torch.empty(self._split.shapes[param], dtype=dtype, device=device)
         group.recv(grad, ranks.index(peer), tag)
         return grad
 

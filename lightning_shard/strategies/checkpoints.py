@@ -46,6 +46,7 @@ from lightning_shard.checkpoint.sharded.run_state import (
 )
 from lightning_shard.checkpoint.streamed import StreamedFile, StreamedState
 from lightning_shard.core.extensions import instead
+from lightning_shard.core.states import MakesContext
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.inner_tensors import inner_entries
 from lightning_shard.data_parallel.model_split import Unsplit
@@ -220,7 +221,7 @@ class Checkpoints(RunPart):
         self.resuming = None
 
     def saving_in_run(
-        self, trainer: "pl.Trainer", around: Callable[[], AbstractContextManager[None]]
+        self, trainer: "pl.Trainer", around: MakesContext
     ) -> AbstractContextManager[None]:
         """Let the trainer save inside; a file's state comes only when it is written."""
 

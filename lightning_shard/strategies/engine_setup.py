@@ -85,6 +85,7 @@ from lightning_shard.strategies.trainer.logs.experiments import shared_loggers
 from lightning_shard.strategies.trainer.same_on_ranks import schedules
 from lightning_shard.strategies.trainer.step_collectives import default_group_is
 from lightning_shard.strategies.trainer.weights_in_hooks import WeightsInHooks
+from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 from lightning_shard.tensor_parallel.randomness import drawn_apart
 
 _OF_FAILURES = ("on_exception",)  # hooks in which the other ranks may be elsewhere
@@ -254,9 +255,7 @@ class EngineSetup(RunPart):
 
     def completed(self, result: Any) -> Any:
         """Return what a step has returned as code that runs on one rank only can take it."""
-        for one in self.strategy.dimensions:
-            result = one.completed(result)
-        return result
+        return full_tensor(result) if self.strategy.dimensions else result
 
     def _forget_activations(self) -> None:
         for one in self.strategy.dimensions:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.states import Asker, asker, having, setting
+from lightning_shard.core.states import Asker, MakesContext, asker, having, setting
 from lightning_shard.data_parallel.agreement import check_trainable
 from lightning_shard.data_parallel.compression.compressor import StepBytes
 from lightning_shard.data_parallel.kept_activations import KeptActivations
@@ -50,7 +50,7 @@ class RunLoops(RunPart):
         super().__init__(run)
         self.in_run = ExitStack()
         self.asked_formats = AskedFormats()
-        self._around_comparison: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._around_comparison: MakesContext = nullcontext
 
     def compare_over(self, collectives: Collectives) -> None:
         """Compare what hooks and schedulers change over a group of all ranks."""
@@ -106,9 +106,7 @@ class RunLoops(RunPart):
             with self._around_comparison():
                 self._settings.before_step(trainer)
 
-    def comparing_in(
-        self, make: Callable[[], AbstractContextManager[None]]
-    ) -> AbstractContextManager[None]:
+    def comparing_in(self, make: MakesContext) -> AbstractContextManager[None]:
         """Inside, such comparisons run in a context of another's: a replay leaves them out."""
         return setting(self, _around_comparison=make)
 
@@ -132,7 +130,7 @@ class RunSteps(RunPart):
     """Runs the module's steps, one for each batch, and counts what they hold and send."""
 
     _runner: StepRunner | None = None  # None before the engine is there
-    _around: Sequence[Callable[[], AbstractContextManager[None]]] = ()
+    _around: Sequence[MakesContext] = ()
     _has_begun = False
     _may_differ_in_batches = False  # of prediction
     _metrics: MetricGroups | None = None
@@ -160,7 +158,7 @@ class RunSteps(RunPart):
     def run_by(
         self,
         runner: StepRunner,
-        around: Sequence[Callable[[], AbstractContextManager[None]]],
+        around: Sequence[MakesContext],
     ) -> None:
         """Let `runner` run the steps from now on, within these contexts, the first outermost."""
         self._runner, self._around = runner, around

@@ -9,11 +9,9 @@ beside torch's own state has to be kept: a checkpoint of the activations that re
 draws the same again, and so does a resumed run.
 """
 
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -117,18 +115,6 @@ def layers_around_dropout(model: nn.Module, layers: Sequence[PlannedLayer]) -> I
         )
         if begins and _drops(model.get_submodule(layer.parent)):
             yield layer.module
-
-
-def share_random_state(group: Collectives, device: torch.device) -> None:
-    """Give each rank the random state of rank 0, of torch, numpy and Python; each must call."""
-    devices = {torch.device("cpu"), device}
-    generators = [_generator(one) for one in sorted(devices, key=str)]
-    own = ([one.get_state() for one in generators], np.random.get_state(), random.getstate())
-    states, numpy_state, python_state = group.broadcast_object(own)
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)
-    np.random.set_state(numpy_state)
-    random.setstate(python_state)
 
 
 def _own_seed(group: Collectives) -> int:

@@ -586,10 +586,6 @@ class SplitModel(ModelSplit):
         """The split itself, whose ranks have parts of the same layers."""
         return self
 
-    def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
-        """Return the groups that a parameter is split over."""
-        return self.groups if self.is_spread(param) else ()
-
     @property
     def copies(self) -> Sequence[nn.Parameter]:
         """The copies of split parameters that user code still has."""

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.comparing import apart, largest
-from lightning_shard.core.modules import random_streams_kept
+from lightning_shard.core.modules import gpus_of, random_streams_kept
 from lightning_shard.data_parallel.differentiation import asking_nobody
 from lightning_shard.data_parallel.recompute.checkpointed_blocks import without_reentrance
 from lightning_shard.data_parallel.recompute.recomputation import CACHES
@@ -200,11 +200,10 @@ def as_it_was(block: nn.Module) -> Iterator[None]:
     A checkpoint of activations around the block does not hear of what is saved here.
     """
     modes = [(one, one.training) for one in block.modules()]
-    devices = sorted({one.device.index or 0 for one in block.parameters() if one.is_cuda})
     block.eval()
     try:
         with (
-            random_streams_kept(devices),
+            random_streams_kept(gpus_of(block)),
             unchanged(block),
             without_reentrance(),
             without_saving_hooks(),

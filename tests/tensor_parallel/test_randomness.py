@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_shard.checkpoint.random_state import share_random_state
 from lightning_shard.strategies.model_parallel import TensorParallelStrategy
 from lightning_shard.tensor_parallel.plan import match_plan
-from lightning_shard.tensor_parallel.randomness import share_random_state
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.testing import run_ranks
 from tests.groups import all_ranks

@@ -1,7 +1,6 @@
 """Context parallel as a dimension: sequences in parts over the ranks of an axis."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,10 +10,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.checkpoint.random_state import share_random_state
 from lightning_shard.context_parallel.crossings import total
 from lightning_shard.context_parallel.cut_blocks import CutBlocks
 from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.core.options import AtLeastOne, AxisSize
+from lightning_shard.core.states import MakesContext
 from lightning_shard.data_parallel.differentiation import Gradients, Run, asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import ModelSplit
@@ -27,8 +28,7 @@ from lightning_shard.strategies.dimensions.dimension import (
     RunView,
 )
 from lightning_shard.strategies.trainer.same_on_ranks import SameResults
-from lightning_shard.tensor_parallel.dim_sharded_tensor import DifferentiatedParts, full_tensor
-from lightning_shard.tensor_parallel.randomness import share_random_state
+from lightning_shard.tensor_parallel.dim_sharded_tensor import DifferentiatedParts
 
 
 class ContextDimension(ParallelDimension):
@@ -60,14 +60,10 @@ class ContextDimension(ParallelDimension):
             self._blocks, self._experts = _cut(run.model, run.mesh, run.groups[self.axis])
 
     @override
-    def step_context(self) -> Callable[[], AbstractContextManager[None]] | None:
+    def step_context(self) -> MakesContext | None:
         if self._same_results is None:
             return None
         return partial(asking, MeanGradients(self._run.groups[self.axis]))
-
-    @override
-    def completed(self, result: Any) -> Any:
-        return full_tensor(result)
 
     @override
     def before_backward(self, loss: Tensor) -> None:

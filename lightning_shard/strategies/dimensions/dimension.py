@@ -2,7 +2,7 @@
 
     check                          before a run is set up
     split, attach, runner          the set-up: the model, then the engine, then who runs steps
-    step_context, completed        around a step, and what it returns
+    step_context                   around a step
     before_backward, before_update what ranks compare
     around_hook, finish_copies     around the user's hooks
     share_state                    before a checkpoint
@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.mesh import Axis, ParallelMesh
 from lightning_shard.core.options import Options
+from lightning_shard.core.states import MakesContext
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.deferred_init.start import MetaStart
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -56,7 +57,7 @@ class RunView:
         drawn_for_own_data: Inside, ranks that are given different samples draw random numbers of
             their own.
         loss_scale: Returns what a loss scaler multiplies losses with, shape () if a tensor.
-        completed: Makes what a step has returned what any code can take: that of all dimensions.
+        completed: Makes what a step has returned what any code can take.
         forget_activations: Lets go of activations that the layers of any dimension keep.
         start: Knows the values of parameters on meta; None where there are none.
         in_order: Follows the microbatches of batches, where bits do not depend on ranks.
@@ -74,8 +75,8 @@ class RunView:
     of_parts: tuple[DataGroups, DataGroups] | None = None
     of_forwards: Sequence[Collectives] = ()
     with_shards: Callable[[], AbstractContextManager[object]] = nullcontext
-    in_hook: Callable[[], AbstractContextManager[None]] = nullcontext
-    drawn_for_own_data: Callable[[], AbstractContextManager[None]] = nullcontext
+    in_hook: MakesContext = nullcontext
+    drawn_for_own_data: MakesContext = nullcontext
     loss_scale: Callable[[], Tensor | float]
     completed: Callable[[Any], Any]
     forget_activations: Callable[[], None]
@@ -134,8 +135,8 @@ class PlainRunner:
 
     def __init__(
         self,
-        engine_step: Callable[[], AbstractContextManager[None]],
-        around_training: Callable[[], AbstractContextManager[None]] = nullcontext,
+        engine_step: MakesContext,
+        around_training: MakesContext = nullcontext,
     ) -> None:
         self._engine_step, self._around_training = engine_step, around_training
 
@@ -192,21 +193,17 @@ class ParallelDimension:
     def attach(self, engine: DataParallelEngine) -> None:
         """Work with the engine of the model that has been split."""
 
-    def backward_context(self) -> Callable[[], AbstractContextManager[None]] | None:
+    def backward_context(self) -> MakesContext | None:
         """Return what makes the context of each backward without hooks, once split."""
         return None
 
-    def step_context(self) -> Callable[[], AbstractContextManager[None]] | None:
+    def step_context(self) -> MakesContext | None:
         """Return what makes the context of each step of the module's, or None, once attached."""
         return None
 
     def runner(self, inner: StepRunner) -> StepRunner:
         """Return who runs the steps: `inner`, or what runs them in another way."""
         return inner
-
-    def completed(self, result: Any) -> Any:
-        """Return what a step has returned as code that runs on one rank only can take it."""
-        return result
 
     def before_backward(self, loss: Tensor) -> None:
         """See the loss of which a backward begins, and compare it; each rank must call."""

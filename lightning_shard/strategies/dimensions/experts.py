@@ -1,15 +1,15 @@
 """Expert parallel as a dimension: whole experts on each rank, ranks with samples of their own."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.options import AxisSize
+from lightning_shard.core.states import MakesContext
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -28,7 +28,6 @@ from lightning_shard.strategies.dimensions.dimension import (
     ParallelDimension,
     RunView,
 )
-from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 from lightning_shard.tensor_parallel.full_view import ViewsOfKeptParameters
 
 
@@ -90,7 +89,7 @@ class ExpertDimension(ParallelDimension):
             )
 
     @override
-    def backward_context(self) -> Callable[[], AbstractContextManager[None]] | None:
+    def backward_context(self) -> MakesContext | None:
         return None if self._split is None else self._in_step
 
     @contextmanager
@@ -103,16 +102,12 @@ class ExpertDimension(ParallelDimension):
             yield
 
     @override
-    def step_context(self) -> Callable[[], AbstractContextManager[None]]:
+    def step_context(self) -> MakesContext:
         return self._in_step
 
     @override
     def around_hook(self) -> AbstractContextManager[None]:
         return nullcontext() if self._shared is None else self._shared.weights.step(in_hook=True)
-
-    @override
-    def completed(self, result: Any) -> Any:
-        return full_tensor(result)
 
     @property
     @override

@@ -1,7 +1,6 @@
 """Pipeline parallel as a dimension: consecutive layers on each rank, microbatches in flight."""
 
 import inspect
-import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +18,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.random_state import load_random_state, random_state
 from lightning_shard.core.modules import refuse_scripted_parts
 from lightning_shard.core.options import AtLeastOne, AxisSize, Limit, Options
+from lightning_shard.core.states import MakesContext
 from lightning_shard.data_parallel.agreement import check_same_model, refuse_embeddings_of_batches
 from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -28,6 +28,7 @@ from lightning_shard.data_parallel.options import UnitOptions
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.pipeline_parallel.blocks import BlockList, check_calls, find_blocks
 from lightning_shard.pipeline_parallel.gradients import AfterSchedule
+from lightning_shard.pipeline_parallel.messages import packed, unpacked
 from lightning_shard.pipeline_parallel.microbatches import BatchLists
 from lightning_shard.pipeline_parallel.needs import StageRandomness
 from lightning_shard.pipeline_parallel.partition import (
@@ -48,6 +49,7 @@ from lightning_shard.pipeline_parallel.schedules import (
 from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
 from lightning_shard.pipeline_parallel.step_edits import EditMarks
+from lightning_shard.pipeline_parallel.ties_in_order import TiesInOrder
 from lightning_shard.planning.description import Description, Measure
 from lightning_shard.strategies.dimensions.dimension import (
     DimensionOptions,
@@ -270,11 +272,11 @@ class PipelineDimension(ParallelDimension):
             randomness = StageRandomness(split.group, engine.device)
         if run.in_order is not None:
             randomness = OneStream(split.group, engine.device, run.in_order.begin_microbatch)
-        in_order = None if run.in_order is None else split.ties_in_order()
+        in_order = None if run.in_order is None else TiesInOrder(split)
         return Pipeline(*args, early=run.matches_tags, randomness=randomness, in_order=in_order)
 
     @override
-    def backward_context(self) -> Callable[[], AbstractContextManager[None]] | None:
+    def backward_context(self) -> MakesContext | None:
         return None if self._split is None else partial(asking, AfterSchedule())
 
     @override
@@ -413,8 +415,7 @@ class OneStream(StageRandomness):
 
     @override
     def left(self) -> list[Tensor]:
-        state = pickle.dumps(random_state(self._device)).ljust(_STATE_BYTES)
-        return [torch.frombuffer(bytearray(state), dtype=torch.uint8).to(self._device)]
+        return [packed(random_state(self._device), _STATE_BYTES, self._device)]
 
     @override
     def taken_off(self, received: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -423,7 +424,7 @@ class OneStream(StageRandomness):
     @override
     def enter(self, microbatch: int, stage: int, came: Sequence[Tensor] = ()) -> None:
         for state in came:
-            load_random_state(pickle.loads(state.cpu().numpy().tobytes()), self._device)
+            load_random_state(unpacked(state), self._device)
 
 
 def _check_steps(module: "pl.LightningModule") -> None:

@@ -1,6 +1,6 @@
 """Tensor parallel as a dimension: wide layers in parts over the ranks of an axis."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeAlias
@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.checkpoint.random_state import share_random_state
 from lightning_shard.core.modules import refuse_scripted_parts
 from lightning_shard.core.options import AtLeastOne, AxisSize, Limit
+from lightning_shard.core.states import MakesContext
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.leftovers import refuse_leftover_shards
@@ -31,7 +33,6 @@ from lightning_shard.tensor_parallel.automatic import automatic_plan, check_layo
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, full_tensor
 from lightning_shard.tensor_parallel.plan import PlannedLayer, match_plan
 from lightning_shard.tensor_parallel.probe import with_tried_wrappers
-from lightning_shard.tensor_parallel.randomness import share_random_state
 from lightning_shard.tensor_parallel.split import SplitModel
 
 LayerPlan: TypeAlias = Annotated[dict[str, Any], Limit("of patterns and their styles", bool)]
@@ -103,7 +104,7 @@ class TensorDimension(ParallelDimension):
             self._layers.copy_sharded()
 
     @override
-    def step_context(self) -> Callable[[], AbstractContextManager[None]]:
+    def step_context(self) -> MakesContext:
         return self._step_of_module
 
     @contextmanager
@@ -117,7 +118,7 @@ class TensorDimension(ParallelDimension):
                         buffers[name] = full_tensor(buffer)
 
     @override
-    def backward_context(self) -> Callable[[], AbstractContextManager[None]]:
+    def backward_context(self) -> MakesContext:
         return self._in_step
 
     def _in_step(self) -> AbstractContextManager[None]:
@@ -127,10 +128,6 @@ class TensorDimension(ParallelDimension):
     @override
     def around_hook(self) -> AbstractContextManager[None]:
         return nullcontext() if self._layers is None else self._layers.hook()
-
-    @override
-    def completed(self, result: Any) -> Any:
-        return full_tensor(result)
 
     @override
     def before_update(self, optimizer: Optimizer, number: int) -> None:
