@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, LambdaCallback
 from lightning.pytorch.core.hooks import CheckpointHooks
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, MultiplicativeLR, SequentialLR
 
 from lightning_shard.errors import ConfigError, ShardError
 
@@ -41,6 +41,7 @@ _BETWEEN_STEPS = (
     "lr_scheduler_step",
 )
 _BEFORE_BACKWARD = ("on_before_backward", "on_before_zero_grad", "optimizer_zero_grad")
+_OF_FUNCTIONS = LambdaLR, MultiplicativeLR, ChainedScheduler, SequentialLR
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_shard")
 
 
@@ -167,8 +168,8 @@ def hooks_inside(
 
 def calls_user_code(scheduler: Any) -> bool:
     """Whether a scheduler is the user's own, or may have functions of the user's."""
-    is_own = type(scheduler).__module__ != LRScheduler.__module__
-    return is_own or bool({"lr_lambdas", "_schedulers"} & vars(scheduler).keys())
+    is_own = type(scheduler).__module__ != LambdaLR.__module__
+    return is_own or isinstance(scheduler, _OF_FUNCTIONS)
 
 
 @contextmanager
