@@ -32,6 +32,7 @@ class TiesInOrder:
     def __init__(self, split: PipelineSplit) -> None:
         self._split, self._rank = split, split.group.rank
         self._stages = {p: stages for p, stages in split.param_stages.items() if len(stages) > 1}
+        self._numbers = {param: number for number, param in enumerate(self._stages)}
         self._here: dict[tuple[nn.Parameter, int, int], Tensor | None] = {}
         self._later: list[tuple[int, int, nn.Parameter, Tensor | None]] = []
         self._sending: list[Pending] = []
@@ -95,7 +96,7 @@ class TiesInOrder:
 
     def _tag(self, stage: int, number: int, param: nn.Parameter) -> int:
         num_stages = len(self._split.stage_ranks)
-        return (number * len(self._stages) + [*self._stages].index(param)) * num_stages + stage
+        return (number * len(self._stages) + self._numbers[param]) * num_stages + stage
 
     def _send(
         self, stage: int, to: int, number: int, param: nn.Parameter, grad: Tensor | None
